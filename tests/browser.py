@@ -60,7 +60,8 @@ class Browser:
         )
         self._address = f"http://localhost:{started[1]}/session"
         options = {"binary": shutil.which("chromium"), "args": [*_ARGUMENTS, f"--user-data-dir={self._profile.name}"]}
-        wanted = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options}}}
+        logged = {"browser": "ALL"}
+        wanted = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options, "goog:loggingPrefs": logged}}}
         self._address += "/" + self._call("POST", "", wanted)["sessionId"]
         return self
 
@@ -106,6 +107,11 @@ class Browser:
         while not (found := what()) and time.monotonic() < deadline:
             time.sleep(0.2)
         return found
+
+    def errors(self) -> list[str]:
+        """What the console has shown of errors and warnings since it was asked last."""
+        logged = self._call("POST", "/se/log", {"type": "browser"})
+        return [each["message"] for each in logged if each["level"] in ("SEVERE", "WARNING")]
 
     def screenshot(self, path: Path) -> None:
         """Save what the window shows as PNG."""
@@ -181,13 +187,18 @@ const behind = node => {
   }
   return 'rgb(255, 255, 255)';
 };
+const drawnBehind = node => {
+  const group = node.namespaceURI.includes('svg') && node.parentElement.nodeName === 'g' ? node.parentElement : null;
+  const shape = group && group.querySelector('rect');
+  return shape ? getComputedStyle(shape).fill : behind(node);
+};
 const found = [];
 const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
 while (walker.nextNode()) {
   const text = walker.currentNode, node = text.parentElement;
   if (!text.textContent.trim() || ['STYLE', 'SCRIPT', 'TITLE', 'title'].includes(node.nodeName)) continue;
   const style = getComputedStyle(node);
-  const ink = light(node.namespaceURI.includes('svg') ? style.fill : style.color), paper = light(behind(node));
+  const ink = light(node.namespaceURI.includes('svg') ? style.fill : style.color), paper = light(drawnBehind(node));
   found.push([(Math.max(ink, paper) + 0.05) / (Math.min(ink, paper) + 0.05), text.textContent.trim().slice(0, 40)]);
 }
 return found;

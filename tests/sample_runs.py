@@ -79,11 +79,16 @@ def write_run(
         if step == 30:
             writer.write(event(text, device=text, action=text, figures={"limit_bytes": LIMIT, text: text}))
     if close:
-        writer.close()
-        *lines, end = (folder / "memory.jsonl").read_text().splitlines()
-        ended = json.dumps(json.loads(end) | {"time_s": BEGAN + STEPS - 1})  # closed when its last step was done
-        (folder / "memory.jsonl").write_text("\n".join([*lines, ended]) + "\n")
+        close_run(writer, folder, BEGAN + STEPS - 1)
     return folder
+
+
+def close_run(writer: JsonlWriter, folder: Path, time_s: float) -> None:
+    """The run closed when its last step was done, and not now."""
+    writer.close()
+    *lines, end = (folder / "memory.jsonl").read_text().splitlines()
+    ended = json.dumps(json.loads(end) | {"time_s": time_s})
+    (folder / "memory.jsonl").write_text("\n".join([*lines, ended]) + "\n")
 
 
 def hostile_plan() -> PlanRecord:

@@ -1,220 +1,180 @@
-"""Plans followed in pools that hold more than the planner sees: what comes otherwise is taken back or planned around."""
+"""Log folders that are read while they grow: each line once, parts under their new names, no link, and nothing raises."""
 
 from __future__ import annotations
 
-import dataclasses
-from random import Random
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from werkzeug.test import Client
 
-from jaxmem_callbacks.records.defragment import MoveStep, PlacedBuffer
-from jaxmem_callbacks.recovery.moving.compaction import PlannedPool, compact, keep_copy
-from jaxmem_callbacks.simulator.allocators import MIN_BYTES, Bfc, rounded
-
-BASE = 0x7F00_0000_0000
-MIB = 2**20
-END = 3000
+from jaxmem_callbacks.integrations.tensorboard import MemoryPlugin
+from jaxmem_callbacks.readers.following import FollowedFolder, log_folders
+from jaxmem_callbacks.readers.runs import stories_of
+from jaxmem_callbacks.writers.report import story_model
+from tests.rich_runs import write_rich_run
+from tests.sample_runs import write_run
 
 
-class SecretPool:
-    """A pool with buffers that nobody names, and blocks that were taken whole; the planner sees addresses and sizes of some."""
-
-    def __init__(self, actions: list[tuple[int, int]], *, reports: bool = True) -> None:
-        self.pool = PlannedPool([PlacedBuffer(key=0, address=BASE, bytes=1)], (END - 1) * MIN_BYTES)
-        self.sizes = {0: 1}
-        self.moved: list[str] = []
-        self.reports = reports
-        for number, (size, victim) in enumerate(actions, start=1):
-            if size:
-                self.sizes[number] = size * MIN_BYTES - number % 5
-                if self.pool.put(number, self.sizes[number]) is None:
-                    del self.sizes[number]
-            else:
-                living = [key for key in self.sizes if key]
-                if living:
-                    key = living[victim % len(living)]
-                    self.pool.remove(key)
-                    del self.sizes[key]
-
-    def buffers(self) -> list[PlacedBuffer]:
-        return [
-            PlacedBuffer(key=key, address=self.pool.place_of[key], bytes=size, movable=key % 4 != 1)
-            for key, size in self.sizes.items()
-            if key % 7 != 3 and key  # these are in the pool, and nobody names them
-        ]
-
-    def free_bytes(self) -> int | None:
-        return sum(size for _, size in self.pool.holes()) if self.reports else None
-
-    def largest_free_bytes(self) -> int | None:
-        return self.pool.largest_hole if self.reports else None
-
-    def copy_to(self, key: int, address: int) -> bool:
-        before = self.largest_free_bytes()
-        new = self.pool.put(-1, self.sizes[key])
-        if new is None:
-            return False
-        old, now = self.pool.place_of[key], self.largest_free_bytes()
-        if not keep_copy(new=new, old=old, expected=address, before=before, now=now):
-            self.pool.remove(-1)
-            return False
-        self.pool.remove(key)
-        self.pool.rename(-1, key)
-        self.moved.append("device")
-        return True
-
-    def stage(self, step: MoveStep) -> None:
-        for key in step.keys:
-            self.pool.remove(key)
-        for key in step.keys:
-            assert self.pool.put(key, self.sizes[key]) is not None
-        self.moved.append("host")
+def read_all(folder: FollowedFolder) -> list[dict[str, Any]]:
+    folder.advance(60)
+    assert folder.share == 1
+    return [story_model(story) for story in folder.runs()]
 
 
-ACTIONS = st.lists(
-    st.tuples(st.sampled_from([0, 0, 1, 1, 2, 3, 8, 20, 100]), st.integers(0, 99)), min_size=10, max_size=70
+@pytest.mark.parametrize("part_bytes", [None, 4000])
+def test_a_followed_folder_is_what_a_report_of_it_is(tmp_path, part_bytes):
+    write_run(tmp_path, run="first", part_bytes=part_bytes)
+    write_run(tmp_path, run="second", close=False, part_bytes=part_bytes)
+    assert read_all(FollowedFolder(tmp_path)) == [story_model(story) for story in stories_of(tmp_path)]
+
+
+def test_lines_are_read_once_and_only_whole(tmp_path):
+    write_run(tmp_path / "done")
+    lines = (tmp_path / "done" / "memory.jsonl").read_bytes()
+    path = tmp_path / "memory.jsonl"
+    folder = FollowedFolder(tmp_path)
+    folder.advance(1)
+    assert (folder.share, folder.runs()) == (1, [])
+    for end in range(0, len(lines) + 997, 997):
+        path.write_bytes(lines[:end])
+        folder.advance(60)
+    assert folder.version == str(lines.count(b"\n"))
+    assert [story_model(story) for story in folder.runs()] == read_all(FollowedFolder(tmp_path / "done"))
+    assert folder.remarks == []
+    with path.open("ab") as file:
+        file.write(b'{"run":"one","kind":"re')
+    folder.advance(60)
+    assert folder.share == 1, "a line that is being written keeps nobody waiting"
+
+
+def test_a_file_that_becomes_a_part_is_not_read_again(tmp_path):
+    write_run(tmp_path, close=False)
+    folder = FollowedFolder(tmp_path)
+    folder.advance(60)
+    before = folder.version
+    (tmp_path / "memory.jsonl").rename(tmp_path / "memory.000001.jsonl")
+    folder.advance(60)
+    assert folder.version == before
+    (tmp_path / "memory.jsonl").write_text(json.dumps({"run": "one", "kind": "end", "time_s": 1.7e9 + 50}) + "\n")
+    folder.advance(60)
+    (story,) = folder.runs()
+    assert story.ended
+
+
+def test_a_file_that_was_cut_or_written_anew_is_read_from_its_begin(tmp_path):
+    write_rich_run(tmp_path, steps=30)
+    folder = FollowedFolder(tmp_path)
+    read_all(folder)
+    (tmp_path / "memory.jsonl").unlink()
+    write_run(tmp_path)
+    assert [run["run"] for run in read_all(folder)] == ["one"]
+
+
+def test_a_little_at_a_time_ends_with_all(tmp_path):
+    write_rich_run(tmp_path)
+    folder = FollowedFolder(tmp_path)
+    shares = []
+    while not shares or shares[-1] < 1:
+        folder.advance(0)
+        shares.append(folder.share)
+    assert len(shares) > 3
+    assert shares == sorted(shares)
+    assert [story_model(story) for story in folder.runs()] == read_all(FollowedFolder(tmp_path))
+
+
+def test_events_of_other_processes_are_counted_once(tmp_path):
+    write_run(tmp_path)
+    other = {"run": "elsewhere", "kind": "event", "event": "growth", "step": 3, "time_s": 1.7e9, "device": "gpu:8"}
+    line = json.dumps(other | {"message": "It grows.", "action": "Look."})
+    (tmp_path / "memory.process-1.jsonl").write_text(line + "\n")
+    folder = FollowedFolder(tmp_path)
+    for _ in range(3):
+        ((story,),) = [folder.advance(60) or folder.runs()]
+    assert [(each.where, each.event.message) for each in story.elsewhere.events] == [("process 1", "It grows.")]
+
+
+def test_no_link_is_followed(tmp_path):
+    outside = write_run(tmp_path / "outside")
+    log = tmp_path / "log"
+    write_run(log / "own")
+    (log / "folder").symlink_to(outside)
+    (log / "file").mkdir()
+    (log / "file" / "memory.jsonl").symlink_to(outside / "memory.jsonl")
+    (log / "own" / "memory.process-1.jsonl").symlink_to(outside / "memory.jsonl")
+    assert [folder.name for folder in log_folders(log)] == ["own"]
+    (story,) = FollowedFolder(log / "file").runs() or [None]
+    assert story is None
+    followed = FollowedFolder(log / "file")
+    followed.advance(1)
+    assert followed.runs() == []
+    own = FollowedFolder(log / "own")
+    own.advance(60)
+    assert own.runs()[0].elsewhere.events == []
+
+
+# The plugin
+
+
+def plugin(**context: Any) -> MemoryPlugin:
+    return MemoryPlugin(SimpleNamespace(**context))  # pyright: ignore[reportArgumentType]
+
+
+def answered(of: MemoryPlugin, route: str, query: str = "") -> Any:
+    return Client(of.get_plugin_apps()[route]).get(f"/?{query}")
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        {},
+        {"logdir": None, "flags": None},
+        {"logdir": "/does/not/exist"},
+        {"logdir": "gs://bucket/runs"},
+        {"logdir": "", "flags": SimpleNamespace(logdir="", logdir_spec="a:/x,/y,,s3://z,:,~/w")},
+        {"logdir": "\0"},
+    ],
+    ids=str,
 )
+def test_the_plugin_never_raises(context):
+    """A broken plugin takes TensorBoard down."""
+    made = plugin(**context)
+    assert isinstance(made.is_active(), bool)
+    assert made.frontend_metadata().es_module_path == "/page.js"
+    assert answered(made, "/runs").status_code in (200, 500)
+    assert answered(made, "/run", "folder=nothing").status_code in (404, 500)
+    assert answered(made, "/page.js").status_code == 200
 
 
-@settings(max_examples=60, deadline=None)
-@given(ACTIONS, st.integers(1, 400), st.booleans())
-def test_free_memory_in_one_piece_is_never_less_and_nothing_is_lost(actions, extra, reports):
-    mover = SecretPool(actions, reports=reports)
-    before, held, free = mover.pool.largest_hole, dict(mover.sizes), sum(size for _, size in mover.pool.holes())
-    secret = {key: mover.pool.place_of[key] for key in held if key % 7 == 3 or key % 4 == 1 or not key}
-    stays, most = compact(mover, extra_bytes=extra * MIN_BYTES)
-    # A way through the host cannot be taken back: it may cost what it moved, and is the last then.
-    lost = mover.moved.count("host") * extra * MIN_BYTES if not reports else extra * MIN_BYTES
-    assert mover.pool.largest_hole >= before - (lost if "host" in mover.moved else 0)
-    assert mover.sizes == held
-    assert set(mover.pool.place_of) == set(held)
-    assert {key: mover.pool.place_of[key] for key in secret} == secret
-    assert most <= extra * MIN_BYTES
-    assert set(stays) <= {each.key for each in mover.buffers()} | {key for key in stays if key < 0}
-    assert sum(size for _, size in mover.pool.holes()) >= free - sum(map(rounded, held.values()))
+def test_a_remote_folder_gets_a_sentence(tmp_path):
+    write_run(tmp_path)
+    made = plugin(logdir="", flags=SimpleNamespace(logdir_spec=f"here:{tmp_path},gs://bucket/runs"))
+    listed = answered(made, "/runs").json
+    assert [folder["name"] for folder in listed["folders"]] == ["here"]
+    assert listed["notes"][0].startswith("gs://bucket/runs is no local folder")
 
 
-def test_losses_between_programs_come_together_although_others_lie_between():
-    """Thirteen small ones between large holes, of which every seventh is nobody's that the planner knows."""
-    actions = [(1, 0) if number % 2 else (100, 0) for number in range(26)]
-    mover = SecretPool(actions)
-    for key in [key for key, size in mover.sizes.items() if size > 90 * MIN_BYTES]:
-        mover.pool.remove(key)
-        del mover.sizes[key]
-    before = mover.pool.largest_hole
-    compact(mover, extra_bytes=MIN_BYTES)
-    assert mover.moved
-    assert set(mover.moved) == {"device"}
-    assert mover.pool.largest_hole > before
+def test_an_answer_that_is_known_is_not_sent_again(tmp_path):
+    write_run(tmp_path / "a")
+    made = plugin(logdir=str(tmp_path))
+    assert made.is_active()
+    first = answered(made, "/run", "folder=a").json
+    assert (len(first["runs"]), first["share"], first["closed"]) == (1, 1, True)
+    again = answered(made, "/run", f"folder=a&version={first['version']}").json
+    assert (again["runs"], again["version"]) == ([], first["version"])
 
 
-def test_a_way_through_the_host_that_made_it_worse_is_the_last():
-    """Hands whose pool grows worse by each: it is told by what the allocator says, and no second one is made."""
-
-    unit = MIN_BYTES
-    sizes = {1: 10, 2: 40, 3: 40}
-
-    @dataclasses.dataclass
-    class Worse:
-        places: dict[int, int]
-        largest: int | None
-        staged: int = 0
-
-        def buffers(self):
-            return [
-                PlacedBuffer(key=key, address=place, bytes=sizes[key] * unit, movable=key > 1)
-                for key, place in self.places.items()
-            ]
-
-        def free_bytes(self):
-            return 300 * unit
-
-        def largest_free_bytes(self):
-            return self.largest
-
-        def copy_to(self, key, address):
-            raise AssertionError((key, address))
-
-        def stage(self, step):
-            self.staged += len(step.keys)
-            self.largest = None if self.largest is None else self.largest - unit
-
-    places = {1: BASE, 2: BASE + 40 * unit, 3: BASE + 110 * unit}
-    mover = Worse(places, largest=100 * unit)
-    compact(mover, extra_bytes=40 * unit)
-    assert mover.staged == 1
-
-
-def test_a_copy_stays_where_it_lies_lower_and_took_no_part_of_the_largest_block():
-    lower = {"new": 10, "old": 50}
-    assert keep_copy(**lower, expected=20, before=100, now=100)
-    assert not keep_copy(**lower, expected=10, before=100, now=90)
-    assert not keep_copy(new=60, old=50, expected=60, before=100, now=100)
-    assert keep_copy(**lower, expected=10, before=None, now=None)
-    assert not keep_copy(**lower, expected=20, before=None, now=None)
-    assert not keep_copy(new=None, old=50, expected=10, before=100, now=100)
-
-
-class SimulatedPool:
-    """Hands that move the blocks of XLA's allocator as the simulator knows it."""
-
-    def __init__(self, seed: int, *, partitioned: bool) -> None:
-        random = Random(seed)  # noqa: S311 - a trace, no secret
-        self.pool = Bfc(2048 * MIB, partitioned=partitioned)
-        self.live: dict[int, tuple[int, int]] = {}
-        for key in range(300):
-            if self.live and random.random() < 0.45:
-                self.pool.free(self.live.pop(random.choice(list(self.live)))[0])
-                continue
-            size = random.choice([1, 2, 3, 5, 8, 20, 50, 100]) * MIB - random.randrange(3) * 100
-            place = self.pool.allocate(size)
-            if place is not None:
-                self.live[key] = place, size
-
-    def buffers(self) -> list[PlacedBuffer]:
-        return [
-            PlacedBuffer(key=key, address=place, bytes=size, movable=key % 8 != 0)
-            for key, (place, size) in self.live.items()
-        ]
-
-    def free_bytes(self) -> int:
-        return self.pool.pool_bytes - self.pool.in_use_bytes
-
-    def largest_free_bytes(self) -> int:
-        return self.pool.largest_free_bytes()
-
-    def copy_to(self, key: int, address: int) -> bool:
-        (old, size), before = self.live[key], self.largest_free_bytes()
-        new = self.pool.allocate(size)
-        if new is None:
-            return False
-        kept = keep_copy(new=new, old=old, expected=address, before=before, now=self.largest_free_bytes())
-        self.pool.free(old if kept else new)
-        self.live[key] = (new if kept else old), size
-        return kept
-
-    def stage(self, step: MoveStep) -> None:
-        for key in step.keys:
-            self.pool.free(self.live[key][0])
-        for key in step.keys:
-            size = self.live[key][1]
-            place = self.pool.allocate(size)
-            assert place is not None
-            self.live[key] = place, size
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("partitioned", [False, True])
-def test_the_simulated_allocators_largest_free_block_grows(partitioned):
-    """Twenty traces: where the allocator reports its largest block it grows in many, and is never less in any."""
-    grew = 0
-    for seed in range(20):
-        mover = SimulatedPool(seed, partitioned=partitioned)
-        before, sizes = mover.pool.largest_free_bytes(), {key: size for key, (_, size) in mover.live.items()}
-        compact(mover, extra_bytes=200 * MIB)
-        assert mover.pool.largest_free_bytes() >= before
-        assert {key: size for key, (_, size) in mover.live.items()} == sizes
-        grew += mover.pool.largest_free_bytes() > before
-    assert grew >= 8
+def test_the_plugin_loads_no_jax_and_no_matplotlib():
+    code = (
+        "import sys; from importlib.metadata import entry_points;"
+        "(entry,) = entry_points(group='tensorboard_plugins', name='jaxmem'); entry.load();"
+        "print([name for name in ('jax', 'jaxlib', 'flax', 'matplotlib') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+    )
+    assert done.stdout == "[]\n"

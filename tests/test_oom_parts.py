@@ -25,7 +25,8 @@ from jaxmem_callbacks.recovery.failure import FailingProgram, OomFailure, host_l
 from jaxmem_callbacks.recovery.reporting import holes_now, largest_holes, new_folder, summarize
 from jaxmem_callbacks.recovery.reports.live_buffers import VARIABLE
 from jaxmem_callbacks.recovery.reports.remedies import Forecast, Forecasts, forecast, remedies
-from jaxmem_callbacks.writers.oom_report import oom_html, oom_markdown
+from jaxmem_callbacks.writers.oom_report import oom_markdown, oom_model
+from jaxmem_callbacks.writers.page import page_html
 from tests import sample_plans
 from tests.oom_reports import HOSTILE, hostile_report
 
@@ -386,11 +387,11 @@ def test_who_else_has_entered_a_guard_since_does_not_change_what_failed(tmp_path
 
 def test_nothing_that_users_gave_is_markup():
     report = hostile_report()
-    page, text = oom_html(report, version="0"), oom_markdown(report)
-    assert "<script" not in page
-    assert page.count("&lt;script&gt;") > 25
+    page, text = page_html(oom_model(report, version="0")), oom_markdown(report)
+    assert page.count("<script") == 2, "the model, which is data, and the page's own module"
+    assert page.count("\\u003cscript\\u003e") > 25
     assert "\u202e" not in page, "a character that turns around what follows it"
-    assert page.count("&amp;amp; \\u202e") > 25, "but it can be seen"
+    assert page.count("\\u0026amp; \\\\u202e") > 25, "but it can be seen"
     outside_code = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
     assert HOSTILE not in outside_code
     assert "<script" not in outside_code

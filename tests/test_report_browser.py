@@ -1,74 +1,173 @@
-"""The report in a real browser: nothing fetched, nothing run, readable on light, dark and paper, and nothing cut off.
+"""The report in a real browser: every view is drawn and answers, nothing is fetched, nothing of the run runs, all is readable.
 
 `JAXMEM_SCREENSHOTS=folder` keeps the pictures.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from jaxmem_callbacks.cli.main import main
-from tests import sample_plans
 from tests.browser import Browser, contrasts, cut_off, cut_off_when_narrow, keep_picture
+from tests.rich_runs import write_rich_run
 from tests.sample_runs import HOSTILE, hostile_plan, write_run
 
 pytestmark = pytest.mark.browser
+VIEWS = [
+    "At a glance",
+    "Over time",
+    "What makes the peak",
+    "The plan",
+    "The heap",
+    "Events, and what to do",
+    "Details",
+]
 
 
 @pytest.fixture(scope="module")
 def page(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Path:
     del browser  # without one there is nothing to write a page for
-    folder = write_run(tmp_path_factory.mktemp("run"), plan=sample_plans.six())
+    folder = write_rich_run(tmp_path_factory.mktemp("run"))
     assert main(["report", str(folder)]) == 0
     return folder / "report.html"
 
 
-def test_the_story_is_there_in_words_and_drawn(browser: Browser, page: Path):
-    browser.see_as()
+def opened(browser: Browser, page: Path, **seen: str) -> str:
+    """The text of the page once it is drawn."""
+    browser.see_as(**seen)
     browser.open(page.as_uri())
-    shown = browser.text()
-    assert shown.startswith(
-        f"Memory of {page.parent}\nSteps 0 to 39 ran in 39.0 s on 2 x NVIDIA H100; memory was highest"
+    browser.errors()
+    browser.wait_for(lambda: browser.run("return document.querySelector('#time svg, #open') !== null"), seconds=10)
+    return browser.text()
+
+
+def count(browser: Browser, selector: str) -> int:
+    return browser.run("return document.querySelectorAll(arguments[0]).length", selector)
+
+
+def test_every_view_is_there_in_its_order(browser: Browser, page: Path):
+    shown = opened(browser, page)
+    assert browser.run("return [...document.querySelectorAll('h2')].map(one => one.textContent)") == VIEWS
+    places = [
+        shown.index(words)
+        for words in (
+            f"Memory of {page.parent}",
+            "It fits: 13.0 GiB of 75.0 GiB were left, 17%.",
+            "What to do first:",
+            "Steps 0 to 319 ran in 2 min 24 s on 2 x NVIDIA H100 80GB HBM3",
+            "train_step needs 58.0 GiB",
+            "Live arrays by the line that made them",
+            "optimizer state 18.0 GiB, 35%",
+            "full, keep 0.341",
+            "keep: 0.341",
+            "Most was held after step",
+            "1. Recompilation at step 150",
+            "Programs and what they need, by their compiler",
+            "Figures that were known",
+            "What is unknown here, and why",
+        )
+    ]
+    assert places == sorted(places)
+    assert count(browser, "#time path.line") >= 4, "in use, peak, largest free block, live arrays, host"
+    assert count(browser, "#time path.layer") == 6, "five lines of the training, and the rest"
+    assert count(browser, "#peak .cell") > 40
+    assert count(browser, "#plan circle") == 6
+    assert browser.errors() == []
+
+
+def test_an_event_stands_at_its_step_and_opens_its_card(browser: Browser, page: Path):
+    opened(browser, page)
+    tick, mark = browser.run(
+        "const middle = node => { const box = node.getBoundingClientRect(); return box.x + box.width / 2; };"
+        "return [middle([...document.querySelectorAll('#time .tick')].find(one => one.textContent === '150')),"
+        " middle(document.querySelector('#time .event-mark'))];"
     )
-    assert "What to do:" in shown
-    lines = browser.run("return [...document.querySelectorAll('.chart polyline')].map(one => one.getTotalLength())")
-    assert len(lines) == 3, "bytes in use, their peak and the host"
-    assert all(length > 500 for length in lines)
-    marks = browser.run(
-        "return [...document.querySelectorAll('.chart > svg > .event')].map(one => one.getBoundingClientRect().x)"
+    assert mark == pytest.approx(tick, abs=2)
+    browser.run("document.querySelector('#time .event-mark').dispatchEvent(new MouseEvent('click', {bubbles: true}))")
+    assert browser.run("return document.querySelector('.event-card').open")
+    assert "Pad the last batch, or drop it." in browser.run("return document.querySelector('.event-card').innerText")
+
+
+def test_it_is_zoomed_by_keys_and_shows_values(browser: Browser, page: Path):
+    opened(browser, page)
+
+    def key(name: str) -> None:
+        browser.run(
+            "document.querySelector('#time svg').dispatchEvent(new KeyboardEvent('keydown', {key: arguments[0]}))", name
+        )
+
+    def steps() -> list[str]:
+        return browser.run(
+            "return [...document.querySelectorAll('#time .tick[text-anchor=middle]')].map(one => one.textContent)"
+        )
+
+    whole = steps()
+    assert whole[0] == "0"
+    key("ArrowRight")
+    assert "in use" in browser.run("return document.querySelector('.tip').innerText")
+    key("+")
+    assert steps() != whole
+    key("Escape")
+    assert steps() == whole
+
+
+def test_the_treemap_opens_a_group_and_compares_programs(browser: Browser, page: Path):
+    opened(browser, page)
+    browser.run(
+        "document.querySelector('#peak .group.s3 .cell').dispatchEvent(new MouseEvent('click', {bubbles: true}))"
     )
-    ticks = browser.run(
-        "return [...document.querySelectorAll('.chart .tick')].filter(one => one.textContent === '30')"
-        ".map(one => { const box = one.getBoundingClientRect(); return box.x + box.width / 2; })"
+    assert count(browser, "#peak .group") == 1
+    assert "mlp/gelu" in browser.run("return document.querySelector('#peak table').innerText")
+    browser.run(
+        "const list = document.querySelectorAll('#peak select')[1]; list.selectedIndex = 1;"
+        "list.dispatchEvent(new Event('change'))"
     )
-    assert marks == pytest.approx(ticks, abs=2), "the event stands at its step"
-    assert browser.run("return document.querySelector('img.paper').naturalWidth") == 1008
-    keep_picture(browser, "report_light")
+    assert "train_step beside eval_step: " in browser.text()
+
+
+def test_a_point_of_the_plan_shows_its_preset(browser: Browser, page: Path):
+    opened(browser, page)
+    browser.run("document.querySelectorAll('#plan circle')[4].dispatchEvent(new MouseEvent('click'))")
+    assert (
+        browser.run("return document.querySelector('#plan pre').innerText") == "policy:\n  remat: full\n  keep: 0.2\n"
+    )
+    browser.run("document.querySelectorAll('#plan circle')[0].dispatchEvent(new MouseEvent('click'))")
+    assert "It does not fit, so it has no preset." in browser.text()
 
 
 def test_nothing_is_fetched_and_what_users_gave_is_text(browser: Browser, tmp_path: Path):
     folder = write_run(tmp_path, text=HOSTILE, run=HOSTILE, kind=HOSTILE, plan=hostile_plan())
     assert main(["report", str(folder)]) == 0
-    browser.open((folder / "report.html").as_uri())
+    opened(browser, folder / "report.html")
+    browser.run("document.querySelectorAll('details').forEach(one => { one.open = true; })")
     assert browser.run("return window.hurt === undefined")
-    fetched = browser.run("return performance.getEntriesByType('resource').map(one => one.name.slice(0, 22))")
-    assert set(fetched) <= {"data:image/png;base64,"}
-    assert browser.run("return [document.scripts.length, document.querySelectorAll('img').length]") == [0, 1]
+    assert browser.run("return performance.getEntriesByType('resource').length") == 0
+    assert browser.run("return [document.scripts.length, document.querySelectorAll('img').length]") == [2, 0]
     assert browser.text().count("<script>window.hurt=1</script>") > 15
     assert cut_off(browser) == []
+    assert browser.errors() == []
+
+
+def test_a_script_of_somebody_else_does_not_run(browser: Browser, page: Path, tmp_path: Path):
+    """The page's policy stops it, whatever way it came in."""
+    other = tmp_path / "other.html"
+    other.write_text(page.read_text("utf-8").replace("</body>", "<script>window.hurt=1</script></body>"), "utf-8")
+    opened(browser, other)
+    assert browser.run("return window.hurt === undefined")
 
 
 @pytest.mark.parametrize(
     "seen", [{}, {"scheme": "dark"}, {"media": "print"}, {"media": "print", "scheme": "dark"}], ids=str
 )
 def test_every_text_is_readable(browser: Browser, page: Path, seen: dict[str, str]):
-    browser.see_as(**seen)
-    browser.open(page.as_uri())
-    count, pale = contrasts(browser)
-    assert count > 100
+    opened(browser, page, **seen)
+    browser.run("document.querySelectorAll('details').forEach(one => { one.open = true; })")
+    number, pale = contrasts(browser)
+    assert number > 300
     assert pale == []
     dark = browser.run("return getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
     assert dark == (seen == {"scheme": "dark"}), "paper is white for everybody"
@@ -76,14 +175,54 @@ def test_every_text_is_readable(browser: Browser, page: Path, seen: dict[str, st
 
 
 def test_it_fits_a_narrow_window_and_paper(browser: Browser, page: Path):
-    browser.see_as()
-    browser.open(page.as_uri())
+    opened(browser, page)
     assert cut_off_when_narrow(browser, "report_narrow") == []
     printed = browser.pdf()
     assert printed.startswith(b"%PDF")
-    assert 2 <= printed.count(b"/Type /Page\n") <= 8
+    assert 3 <= printed.count(b"/Type /Page\n") <= 12
     if folder := os.environ.get("JAXMEM_SCREENSHOTS"):
         (Path(folder) / "report.pdf").write_bytes(printed)
+
+
+def test_runs_stand_side_by_side(browser: Browser, tmp_path: Path):
+    write_rich_run(tmp_path / "a", run="first")
+    write_rich_run(tmp_path / "b", run="second", scale=0.8, events=False)
+    assert main(["report", str(tmp_path)]) == 0
+    opened(browser, tmp_path / "report.html")
+    browser.run("document.querySelectorAll('.run input')[0].click()")
+    assert browser.run("return document.querySelectorAll('#time .panel').length") == 2
+    assert browser.wait_for(lambda: count(browser, "#time svg") == 2)
+    assert "It fits: 25.4 GiB of 75.0 GiB" in browser.text() or "were left" in browser.text()
+    assert browser.errors() == []
+
+
+def test_a_run_without_memory_has_a_page_too(browser: Browser, tmp_path: Path):
+    (tmp_path / "memory.jsonl").write_text(json.dumps({"run": "bare", "kind": "unknown"}) + "\n")
+    assert main(["report", str(tmp_path)]) == 0
+    browser.open((tmp_path / "report.html").as_uri())
+    assert browser.wait_for(lambda: "There is no figure, since no memory was read." in browser.text())
+    assert browser.errors() == []
+
+
+def test_ticks_are_round_and_within(browser: Browser, page: Path):
+    """The scale of every figure: powers of 1024 for bytes, and so many marks or a few more."""
+    opened(browser, page)
+    script = page.read_text("utf-8").partition('<script type="module">')[2].partition("</script>")[0]
+    defined = script.partition("const $time")[0]
+    found = browser.run(
+        f"{defined}; return arguments[0].map(([low, high, count]) => [$draw.ticks(low, high, count),"
+        " $draw.ticks(low, high, count, true)])",
+        [[0, 1e-9, 1], [0, 0.7, 5], [3, 17, 4], [0, 319, 8], [0, 75 * 2**30, 5], [0, 1e15, 10], [5, 5, 3]],
+    )
+    for (low, high, most), each in zip(
+        [(0, 1e-9, 1), (0, 0.7, 5), (3, 17, 4), (0, 319, 8), (0, 75 * 2**30, 5), (0, 1e15, 10), (5, 5, 3)],
+        found,
+        strict=True,
+    ):
+        for ticks in each:
+            assert 1 <= len(ticks) <= most + 2
+            assert all(low <= tick <= high * (1 + 1e-6) for tick in ticks)
+    assert found[4][1] == [at * 20 * 2**30 for at in range(4)]
 
 
 def test_contrast_and_overflow_can_fail(browser: Browser, tmp_path: Path):

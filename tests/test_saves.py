@@ -18,7 +18,6 @@ from orbax.checkpoint import v1
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.analysis.figures import Point
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.analysis.run_summary import DURING, Saves
 from jaxmem_callbacks.callbacks.recorder import SAVES_SHOWN, saves_table
@@ -29,7 +28,7 @@ from jaxmem_callbacks.records.runs import CheckpointSave, Reading, SaveSpan
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.figures import draw_over_time
 from jaxmem_callbacks.writers.protocol import LoggedTable
-from jaxmem_callbacks.writers.report import chart_html
+from jaxmem_callbacks.writers.report import story_model
 from tests.sample_records import points
 from tests.watching import NotingMonitor, assert_written
 
@@ -119,8 +118,8 @@ def test_the_peak_of_a_save_is_what_each_file_of_the_run_shows(run: Run) -> None
     shown = max(point.value for tag in tags for point in page.Scalars(tag) if point.step >= 19)
     assert round(shown * 1024 * MIB) >= high * (1 - 1e-6)
     (story,) = stories_of(run.folder)
-    words = f"{DURING}, {save.time_s - save.began_s:.1f} s after step 19"
-    assert words in chart_html(story.history.points, [], saves=story.saves)
+    shown = [each for each in story_model(story)["saves"] if each["steps"][0] == 19]
+    assert [(each["to"] - each["from"], each["highs"]) for each in shown] == [(save.time_s - save.began_s, save.highs)]
 
 
 def trained(folder: Path, hook: Any) -> list[np.ndarray]:
@@ -277,10 +276,6 @@ def test_the_table_says_what_was_not_read() -> None:
     assert table.rows[0] == ("after step 24 to 25, while the training waited", "1.50", unknown, unknown, "1.0 MiB")
 
 
-def test_saves_are_shaded_in_both_drawings() -> None:
+def test_saves_are_shaded_in_the_drawing() -> None:
+    """In the page too: see tests/test_memory_tab.py."""
     assert draw_over_time(points(), [], saves=[save_at(3)]) != draw_over_time(points(), [])
-    line = [Point(step=step, time_s=0.0, highs={"memory/in_use_gib": 1.0}) for step in (0, 10)]
-    drawn = chart_html(line, [], saves=[save_at(3), save_at(50)])
-    assert drawn.count('<rect class="save"') == 2
-    assert f"{DURING}, 1.5 s after step 3" in drawn
-    assert DURING not in chart_html(line, [])

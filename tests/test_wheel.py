@@ -92,6 +92,7 @@ def test_the_wheel_has_every_module_and_nothing_else(built):
     assert sources <= inside
     assert "jaxmem_callbacks/py.typed" in inside
     assert "jaxmem_callbacks/config/shipped/preset.schema.json" in inside
+    assert {"draw.js", "page.js", "page.css"} <= {Path(name).name for name in inside if "writers/assets/" in name}
     assert {name.split("/")[0].partition("-")[0] for name in inside} == {"jaxmem_callbacks"}
 
 
@@ -112,4 +113,5 @@ def test_the_wheel_says_what_it_is(built):
     entries = configparser.ConfigParser()
     entries.read_string(texts["entry_points.txt"])
     assert dict(entries["console_scripts"]) == {"jaxmem": "jaxmem_callbacks.cli.main:main"}
+    assert dict(entries["tensorboard_plugins"]) == {"jaxmem": "jaxmem_callbacks.integrations.tensorboard:MemoryPlugin"}
     assert dict(entries["pytest11"]) == {"jaxmem": "jaxmem_callbacks.integrations.pytest"}

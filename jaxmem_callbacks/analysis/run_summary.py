@@ -17,13 +17,12 @@ from jaxmem_callbacks.analysis.figures import (
     OUTSIDE_POOL,
     PROCESSES,
     Figure,
-    History,
-    Windows,
     fragmentation_of,
     over_processes,
     values_of,
 )
 from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
+from jaxmem_callbacks.analysis.timeline import Timeline
 from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
@@ -386,7 +385,6 @@ class RemoteEvents:
         return sorted(found, key=lambda each: (each.event.step, each.processes))
 
 
-_WINDOW_S = 1.0
 _CHANGES = 20  # recompilations kept of one program
 _MOST_SAVES = 1000  # checkpoint saves that are drawn, the latest
 
@@ -475,7 +473,7 @@ class RunSummary:
         plan: What the step was expected to need, or None.
         highs: Figure such as ``in_use_bytes`` -> its highest value.
         limit_bytes: The lowest limit that a device or the preset had, or None.
-        history: The highest values by time, for the figure.
+        timeline: Curves, live arrays and heap maps over time.
         messages: What the monitor reported of itself.
         known: Which figures were known, and why others were not.
         saves: Checkpoint saves.
@@ -494,13 +492,12 @@ class RunSummary:
     plan: PlanRecord | None = None
     highs: dict[str, High] = field(default_factory=dict[str, High])
     limit_bytes: int | None = None
-    history: History = field(default_factory=History)
+    timeline: Timeline = field(default_factory=Timeline)
     messages: list[str] = field(default_factory=list[str])
     known: MetricAvailability = field(default_factory=MetricAvailability)
     saves: deque[CheckpointSave] = field(default_factory=lambda: deque[CheckpointSave](maxlen=_MOST_SAVES))
     heap: HeapMap | None = None
     remarks: list[str] = field(default_factory=list[str])
-    _windows: Windows = field(default_factory=lambda: Windows(_WINDOW_S))
     _step: int = -1
     _time_s: float = 0.0
 
@@ -508,6 +505,7 @@ class RunSummary:
         """Take in one record."""
         step, time_s = getattr(record, "step", None), getattr(record, "time_s", None)
         self.span.include(step if isinstance(step, int) else None, time_s)
+        self.timeline.learn(record)
         match record:
             case RunStart():
                 self._begin(record)
@@ -532,10 +530,6 @@ class RunSummary:
                 self.plan = record
             case _:
                 pass
-
-    def finish(self) -> None:
-        """Close the last window; to be called once, after the last record."""
-        self._close(force=True)
 
     @property
     def needs(self) -> Mapping[str, int]:
@@ -565,9 +559,7 @@ class RunSummary:
     def _begin(self, start: RunStart) -> None:
         if self.start is None:
             self.start = start
-            window_s, limit = start.settings.get("window_s"), start.settings.get("limit_bytes")
-            if isinstance(window_s, int | float) and window_s > 0:
-                self._windows = Windows(window_s)
+            limit = start.settings.get("limit_bytes")
             if isinstance(limit, int):
                 self.limit_bytes = limit
                 self.known = MetricAvailability(limit)
@@ -578,9 +570,7 @@ class RunSummary:
         # A look's readings come device by device, each with its own steps; after a restore steps begin again from lower ones.
         forward = reading.step > self._step or reading.time_s > self._time_s
         if reading.step != self._step and forward:
-            self._close()
             self._step, self._time_s = reading.step, reading.time_s
-        self._windows.add(values_of(reading))
         self.known.learn(Observation(step=reading.step, time_s=reading.time_s, readings=(reading,)))
         for name in ("in_use_bytes", "peak_bytes_since_start", "live_array_bytes", "resident_bytes"):
             size = getattr(reading, name)
@@ -594,11 +584,6 @@ class RunSummary:
             known = self.metrics.get(name) or MetricSummary(first=value, last=value, low=value, high=value)
             low, high = _finite(min, known.low, value), _finite(max, known.high, value)
             self.metrics[name] = MetricSummary(first=known.first, last=value, low=low, high=high)
-
-    def _close(self, *, force: bool = False) -> None:
-        window = self._windows.close(self._step, self._time_s, force=force)
-        if window is not None:
-            self.history.add(window)
 
 
 def _finite(pick: Callable[[float, float], float], known: float, value: float) -> float:

@@ -33,11 +33,11 @@ def run(args: argparse.Namespace) -> int:
         RunFileError: no run there, a line that is none, or a page that cannot be written.
     """
     stories = stories_of(args.place)
-    from jaxmem_callbacks.planning.choice import pareto
-    from jaxmem_callbacks.writers.report import happened, report_html
+    from jaxmem_callbacks.writers.page import page_html
+    from jaxmem_callbacks.writers.report import happened, report_model
 
     source = str(args.place) if args.place.name else str(args.place.resolve().name)
-    page = report_html(stories, source=source, version=jaxmem_callbacks.__version__, frontier=pareto)
+    page = page_html(report_model(stories, source=source, version=jaxmem_callbacks.__version__))
     output = args.output or (args.place if args.place.is_dir() else args.place.parent) / _NAME
     try:
         write_file(output, page, private=True)

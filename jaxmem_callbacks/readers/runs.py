@@ -295,6 +295,18 @@ def _object(text: str) -> dict[str, Any] | None:
     return cast("dict[str, Any]", read) if isinstance(read, dict) else None
 
 
+def line_of(file: Path, number: int, text: str) -> Line | None:
+    """One line by itself; None for an empty one, and one that was cut is a line with that remark.
+
+    Raises:
+        RunFileError: a line that is none of a run's.
+    """
+    if not text:
+        return None
+    fields = _object(text)
+    return _cut(file, number) if fields is None else _line(file, number, fields)
+
+
 def _line(file: Path, number: int, fields: dict[str, Any]) -> Line:
     run, kind = fields.get("run"), fields.get("kind")
     if not isinstance(run, str) or not isinstance(kind, str):
@@ -334,7 +346,7 @@ def stories_of(path: Path) -> list[RunSummary]:
     for files in run_files(path):
         found = _of_one_folder(files)
         for process, file in process_files(files[-1]).items():
-            _join(found, process, _of_one_folder([file]))
+            add_other_processes(found, process, _of_one_folder([file]))
         stories += found
     if not stories:
         msg = (
@@ -353,13 +365,11 @@ def _of_one_folder(files: Sequence[Path]) -> list[RunSummary]:
         if line.run:
             newest = found.setdefault(line.run, RunSummary(run=line.run))
         if newest is not None:
-            _tell(newest, line)
-    for story in found.values():
-        story.finish()
+            learn_line(newest, line)
     return list(found.values())
 
 
-def _join(stories: list[RunSummary], process: int, others: Sequence[RunSummary]) -> None:
+def add_other_processes(stories: list[RunSummary], process: int, others: Sequence[RunSummary]) -> None:
     """Another process's reports go to the run that began next to its own: each process has a clock and run ids of its own."""
     for other in others:
         began_s = _began_s(other)
@@ -369,14 +379,15 @@ def _join(stories: list[RunSummary], process: int, others: Sequence[RunSummary])
             continue
         for event in other.events:
             nearest.elsewhere.add(process, event)
-        nearest.remarks += other.remarks
+        nearest.remarks += [remark for remark in other.remarks if remark not in nearest.remarks]
 
 
 def _began_s(story: RunSummary) -> float:
     return story.start.time_s if story.start is not None else story.span.first_s or 0.0
 
 
-def _tell(story: RunSummary, line: Line) -> None:
+def learn_line(story: RunSummary, line: Line) -> None:
+    """Take a line's record into the story of its run; one without a record is a remark."""
     if line.record is not None:
         story.learn(line.record)
     else:

@@ -1,4 +1,4 @@
-"""Documents: what a command prints or a report shows, built once and rendered as console text, Markdown, HTML or a whole page.
+"""Documents: what a command prints or a report shows, built once and rendered as console text, Markdown, HTML or plain data.
 
 A document is a list of blocks. Each product builds its own; escaping, widths and alignment are the renderers' business.
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import html
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from jaxmem_callbacks.records.terminal import console_width, shown
 
@@ -90,17 +90,6 @@ class Code:
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
-    """A drawing; media other than HTML leave it out.
-
-    Attributes:
-        markup: Its HTML, in which its maker escaped what users gave.
-    """
-
-    markup: str
-
-
-@dataclass(frozen=True, slots=True)
 class Section:
     """A heading and what belongs to it.
 
@@ -119,7 +108,7 @@ class Section:
     name: str = ""
 
 
-Block = str | Paragraph | Table | Bullets | Code | Figure | Section
+Block = str | Paragraph | Table | Bullets | Code | Section
 _PROSE = (str, Paragraph, Code)  # one below the other on a console; a section's are indented as its tables are
 
 
@@ -163,7 +152,7 @@ def _text_lines(blocks: Iterable[Block], width: int, indent: str = "") -> list[s
     return lines
 
 
-def _block_text(block: Block, width: int) -> list[str]:  # noqa: PLR0911 - one a kind of block
+def _block_text(block: Block, width: int) -> list[str]:
     match block:
         case str():
             return _wrapped(block, width)
@@ -177,8 +166,6 @@ def _block_text(block: Block, width: int) -> list[str]:  # noqa: PLR0911 - one a
             return [f"    {line}" for line in block.lines]
         case Section():
             return [block.title, *_text_lines(block.blocks, width, "  ")]
-        case Figure():
-            return []
 
 
 def aligned(table: Table, width: int = 0) -> list[str]:
@@ -239,8 +226,6 @@ def _block_markdown(block: Block, *, escaped: bool) -> Iterator[str]:
             yield f"{'#' * (block.level - 1)} {clean(block.title)}"
             for each in block.blocks:
                 yield from _block_markdown(each, escaped=escaped)
-        case Figure():
-            pass
 
 
 def _markdown_cell(text: str) -> str:
@@ -248,16 +233,50 @@ def _markdown_cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def as_html(document: Document, mark: Callable[[str], str] = str) -> str:
-    """The document's title, summary and blocks as HTML, without the page around them.
+def as_blocks(blocks: Sequence[Block]) -> list[dict[str, Any]]:
+    """The blocks as plain dictionaries, for the module that shows them in a page: what is empty is left out."""
+    return [_block_plain(block) for block in blocks if block]
 
-    Args:
-        document: What to render.
-        mark: What puts tags into the escaped text of a cell, such as those of places where a line may end.
-    """
+
+def _block_plain(block: Block) -> dict[str, Any]:
+    match block:
+        case str():
+            return {"text": block}
+        case Paragraph():
+            link = {"link": _cell_plain(block.link)} if block.link else {}
+            return {**_given(label=block.label), "text": block.text, **_given(style=block.style), **link}
+        case Table():
+            rows = [[_cell_plain(cell) for cell in row] for row in block.rows]
+            return {
+                "columns": list(block.columns),
+                "rows": rows,
+                **_given(sides=list(block.sides), bars=list(block.bars)),
+            }
+        case Bullets():
+            return {"items": list(block.items)}
+        case Code():
+            return {"code": list(block.lines)}
+        case Section():
+            return {
+                "title": block.title,
+                "blocks": as_blocks(block.blocks),
+                **_given(style=block.style, name=block.name),
+            }
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value}
+
+
+def _cell_plain(text: str) -> str | dict[str, str]:
+    return {"text": str(text), "to": text.name} if isinstance(text, Link) else text
+
+
+def as_html(document: Document) -> str:
+    """The document's title, summary and blocks as HTML, without a page around them."""
     head = f"<h1>{escape(document.title)}</h1>" if document.title else ""
-    lead = _block_html(Paragraph(document.summary, style="lead"), mark) if document.summary else ""
-    return head + lead + "".join(_block_html(block, mark) for block in document.blocks)
+    lead = _block_html(Paragraph(document.summary, style="lead")) if document.summary else ""
+    return head + lead + "".join(map(_block_html, document.blocks))
 
 
 def escape(text: str) -> str:
@@ -265,30 +284,28 @@ def escape(text: str) -> str:
     return html.escape(shown(text))
 
 
-def _block_html(block: Block, mark: Callable[[str], str]) -> str:  # noqa: PLR0911 - one a kind of block
+def _block_html(block: Block) -> str:
     match block:
         case str():
             return f"<p>{escape(block)}</p>" if block else ""
         case Paragraph():
             label = f"<strong>{escape(block.label)}</strong> " if block.label else ""
-            link = f" {_cell_html(block.link, mark)}" if block.link else ""
+            link = f" {_cell_html(block.link)}" if block.link else ""
             return f"<p{_attribute('class', block.style)}>{label}{escape(block.text)}{link}</p>"
         case Table():
-            return _table_html(block, mark)
+            return _table_html(block)
         case Bullets():
             return f"<ul>{''.join(f'<li>{escape(item)}</li>' for item in block.items)}</ul>"
         case Code():
             return f"<pre>{escape(chr(10).join(block.lines))}</pre>"
         case Section():
-            return _section_html(block, mark)
-        case Figure():
-            return block.markup
+            return _section_html(block)
 
 
-def _section_html(section: Section, mark: Callable[[str], str]) -> str:
+def _section_html(section: Section) -> str:
     name = _attribute("id", section.name)
     heading = f"<h{section.level}{'' if section.style else name}>{escape(section.title)}</h{section.level}>"
-    body = (heading if section.title else "") + "".join(_block_html(block, mark) for block in section.blocks)
+    body = (heading if section.title else "") + "".join(map(_block_html, section.blocks))
     return f'<section class="{section.style}"{name}>{body}</section>' if section.style else body
 
 
@@ -296,13 +313,13 @@ def _attribute(name: str, value: str) -> str:
     return f' {name}="{escape(value)}"' if value else ""
 
 
-def _table_html(table: Table, mark: Callable[[str], str]) -> str:
+def _table_html(table: Table) -> str:
     bars = table.bars or [None] * len(table.rows)
     head = "".join(f"<th>{escape(name)}</th>" for name in table.columns) + (
         '<th class="bar"></th>' if table.bars else ""
     )
     body = "".join(
-        f"<tr>{''.join(f'<td>{_cell_html(cell, mark)}</td>' for cell in row)}{_bar(bar)}</tr>"
+        f"<tr>{''.join(f'<td>{_cell_html(cell)}</td>' for cell in row)}{_bar(bar)}</tr>"
         for row, bar in zip(table.rows, bars, strict=True)
     )
     style = "text" if len(table.columns) == 1 else "facts" if len(table.columns) == 2 else ""  # noqa: PLR2004 - name and value
@@ -312,8 +329,8 @@ def _table_html(table: Table, mark: Callable[[str], str]) -> str:
     )
 
 
-def _cell_html(text: str, mark: Callable[[str], str]) -> str:
-    return f'<a href="#{escape(text.name)}">{escape(text)}</a>' if isinstance(text, Link) else mark(escape(text))
+def _cell_html(text: str) -> str:
+    return f'<a href="#{escape(text.name)}">{escape(text)}</a>' if isinstance(text, Link) else escape(text)
 
 
 def _bar(share: float | None) -> str:
@@ -322,85 +339,4 @@ def _bar(share: float | None) -> str:
     return (
         '<td class="bar"><svg viewBox="0 0 100 12" preserveAspectRatio="none" aria-hidden="true">'
         f'<rect width="{100 * share:.1f}" height="12" rx="1"/></svg></td>'
-    )
-
-
-# The page's promise, as the browser enforces it: no script, and nothing from anywhere.
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
-STYLE = """
-:root { color-scheme: light dark;
-  --paper: #ffffff; --ink: #1c1f23; --soft: #59616b; --rule: #d5dae0; --band: #f4f6f8;
-  --line-0: #1f6fb2; --line-1: #0b2f5e; --line-2: #7d9fbd; --line-3: #2a7d2e; --line-4: #9a9a9a; --host: #6b6b6b;
-  --need: #8a5a00; --limit: #c02222;
-  --event: #c02222; --act: #fff6e0; --act-edge: #c98a00; --link: #0b5cad; }
-@media (prefers-color-scheme: dark) { :root {
-  --paper: #14171a; --ink: #e6e9ec; --soft: #a3acb6; --rule: #353c44; --band: #1d2227;
-  --line-0: #6cb2eb; --line-1: #c3def5; --line-2: #7088a0; --line-3: #74c476; --line-4: #8a8a8a; --host: #a8a8a8;
-  --need: #e0b050; --limit: #ff7b72;
-  --event: #ff7b72; --act: #2b2415; --act-edge: #c98a00; --link: #79b8ff; } }
-@media print { :root { color-scheme: light;
-  --paper: #ffffff; --ink: #000000; --soft: #444444; --rule: #bbbbbb; --band: #ffffff;
-  --line-0: #1f6fb2; --line-1: #0b2f5e; --line-2: #7d9fbd; --line-3: #2a7d2e; --line-4: #9a9a9a; --host: #6b6b6b;
-  --need: #8a5a00; --limit: #c02222;
-  --event: #c02222; --act: #ffffff; --act-edge: #888888; --link: #000000; }
-  main { max-width: none; padding: 0; } a { text-decoration: none; }
-  .scroll { overflow: visible; } table { font-size: 8.5pt; }
-  figure, .event-card, tr { break-inside: avoid; } h2, h3 { break-after: avoid; } .run + .run { break-before: page; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, "Segoe UI", Roboto, sans-serif; }
-main { max-width: 1060px; margin: 0 auto; padding: 28px 24px 48px; }
-h1 { font-size: 25px; line-height: 1.25; margin: 0 0 10px; } h2 { font-size: 20px; margin: 40px 0 6px; }
-h3 { font-size: 16px; margin: 30px 0 8px; }
-h1, h2, h3, p, li, td, dd { overflow-wrap: anywhere; }
-a { color: var(--link); }
-.lead { font-size: 17px; margin: 0 0 16px; max-width: 76ch; } .soft { color: var(--soft); }
-.chart { margin: 18px 0; overflow-x: auto; }
-.chart > svg { width: 100%; min-width: 600px; height: auto; display: block; }
-.tick { fill: var(--soft); font-size: 12px; } .grid { stroke: var(--rule); stroke-width: 1; }
-polyline { fill: none; stroke-width: 2; stroke-linejoin: round; } .key line { stroke-width: 2.5; }
-.line-0 { stroke: var(--line-0); } .line-1 { stroke: var(--line-1); } .line-2 { stroke: var(--line-2); }
-.line-3 { stroke: var(--line-3); } .line-4 { stroke: var(--line-4); }
-.line-host { stroke: var(--host); } .dot { stroke-width: 3; }
-.need { stroke: var(--need); stroke-width: 1.6; stroke-dasharray: 2 4; }
-.limit { stroke: var(--limit); stroke-width: 1.6; stroke-dasharray: 8 5; }
-.save { fill: var(--act-edge); stroke: var(--act-edge); stroke-width: 1; opacity: 0.25; }
-.event { stroke: var(--event); stroke-width: 1.4; }
-.limit-name { fill: var(--limit); font-size: 11.5px; } .need-name { fill: var(--need); font-size: 11.5px; }
-.event-number { fill: var(--event); font-size: 12px; font-weight: 600; }
-.legend { list-style: none; display: flex; flex-wrap: wrap; gap: 2px 20px; margin: 6px 0 0; padding: 0; color: var(--soft);
-  font-size: 13px; }
-.key { width: 24px; height: 10px; vertical-align: middle; }
-.event-card { border: 1px solid var(--rule); border-left: 4px solid var(--event); border-radius: 4px; padding: 10px 14px;
-  margin: 12px 0; }
-.event-card p { margin: 4px 0; } .event-card h4 { margin: 0; font-size: 15px; }
-.act { background: var(--act); border-left: 3px solid var(--act-edge); padding: 6px 10px; }
-.scroll { overflow-x: auto; margin: 8px 0; }
-table { border-collapse: collapse; font-size: 13.5px; width: 100%; }
-table.facts { width: auto; } table.facts td { padding-right: 28px; min-width: 7em; }
-th, td { text-align: left; vertical-align: top; padding: 4px 10px 4px 0; border-bottom: 1px solid var(--rule); }
-th { color: var(--soft); font-weight: 600; } td { font-variant-numeric: tabular-nums; }
-tbody tr:nth-child(even) { background: var(--band); }
-img.paper { background: #ffffff; max-width: 100%; height: auto; border-radius: 4px; }
-footer { margin-top: 44px; border-top: 1px solid var(--rule); padding-top: 10px; color: var(--soft); font-size: 13px; }
-td span { white-space: nowrap; }
-.remedy { border: 1px solid var(--rule); border-left: 4px solid var(--act-edge); border-radius: 4px; padding: 10px 14px;
-  margin: 12px 0; break-inside: avoid; }
-.remedy h4 { margin: 0 0 4px; font-size: 15px; } .remedy p { margin: 4px 0; }
-.remedy pre { background: var(--band); border: 1px solid var(--rule); border-radius: 4px; padding: 8px 10px; margin: 8px 0;
-  white-space: pre-wrap; overflow-wrap: anywhere; font: 13.5px/1.45 ui-monospace, "DejaVu Sans Mono", Menlo, monospace; }
-.bar { min-width: 90px; width: 10%; }
-.bar svg { display: block; width: 100%; height: 12px; margin-top: 5px; }
-.bar rect { fill: var(--line-0); }
-.text td { font: 13px/1.45 ui-monospace, "DejaVu Sans Mono", Menlo, monospace; white-space: pre-wrap; }
-"""
-
-
-def page_html(document: Document, mark: Callable[[str], str] = str) -> str:
-    """The whole page; its title is the document's, and ``mark`` that of `as_html`."""
-    footer = f"<footer>{escape(document.footer)}</footer>"
-    return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(document.title)}</title>'
-        f"<style>{STYLE}</style></head>\n<body><main>{as_html(document, mark)}{footer}</main></body></html>\n"
     )

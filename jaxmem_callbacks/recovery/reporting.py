@@ -60,8 +60,8 @@ from jaxmem_callbacks.recovery.texts.explain import (
     free_words,
     is_too_large,
 )
-from jaxmem_callbacks.writers.oom_report import oom_html, oom_markdown
-from jaxmem_callbacks.writers.report import chart_html
+from jaxmem_callbacks.writers.oom_report import oom_markdown, oom_model
+from jaxmem_callbacks.writers.page import page_html
 
 _Result = TypeVar("_Result")
 
@@ -640,12 +640,16 @@ def _reported(
 def _write(folder: Path, report: OomReport, snapshot: MonitorSnapshot | None, parts: ReportParts) -> str:
     """Write the files, each by itself; the name of the best one, or an empty text."""
     seen = snapshot or MonitorSnapshot()
-    chart = parts.attempt(
-        "the figure", chart_html, seen.history, seen.events, limit_bytes=seen.limit_bytes, needs=seen.needs, default=""
-    )
     version = jaxmem_callbacks.__version__
+
+    def page(known: OomReport) -> str:
+        model = oom_model(
+            known, version=version, history=seen.history, events=seen.events, limit_bytes=seen.limit_bytes
+        )
+        return page_html(model)
+
     writing: tuple[tuple[str, Callable[[OomReport], str]], ...] = (
-        ("report.html", lambda known: oom_html(known, chart=chart, version=version)),
+        ("report.html", page),
         ("facts.json", lambda known: json.dumps(dataclasses.asdict(known), indent=1)),
         ("report.md", lambda known: printable(oom_markdown(known))),  # the last: it names every other that failed
     )

@@ -1,52 +1,84 @@
-"""The report of an out-of-memory failure, as Markdown and as one HTML page."""
+"""The report of an out-of-memory failure, as Markdown and as the model of its page."""
 
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from jaxmem_callbacks.analysis.figures import Point
 from jaxmem_callbacks.records.documents import (
     Code,
     Document,
-    Figure,
     Link,
     Paragraph,
     Section,
     Table,
+    as_blocks,
     as_markdown,
-    page_html,
 )
 from jaxmem_callbacks.records.oom import FailedProgram, OomReport, Remedy
 from jaxmem_callbacks.records.peaks import GROUPS, Peak, short_shape
-from jaxmem_callbacks.records.runs import Reading
+from jaxmem_callbacks.records.runs import MemoryEvent, Reading
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.writers.page_model import FORMAT, clean, curves_of_points, event_model, peak_model
 
 _EVENTS, _BUFFERS = 12, 6
-# Where a cell may end a line: behind a slash of a module's path and before a key of an array's; in no size, type or kind.
-_BREAKS = (
-    (re.compile(r"(?<=\w)/(?=\w)"), "/<wbr>"),
-    (re.compile(r"\[(?=&#x27;)"), "<wbr>["),
-    (re.compile(r"(\d[\d.]* (?:[KMGT]i)?B\b|\b\w+\[[\d,]+\]|\bparameters\b)"), r"<span>\1</span>"),
-)
 
 
-def oom_html(report: OomReport, *, chart: str = "", version: str) -> str:
-    """The report as a page.
+def oom_model(
+    report: OomReport,
+    *,
+    version: str,
+    history: Sequence[Point] = (),
+    events: Sequence[MemoryEvent] = (),
+    limit_bytes: int | None = None,
+) -> dict[str, Any]:
+    """The model of the failure's page.
 
     Args:
         report: The record.
-        chart: Memory over time as `report.chart_html` draws it, or an empty text.
         version: Of this library.
+        history: Highest values of a monitor's windows, oldest first.
+        events: What the monitor reported before.
+        limit_bytes: What a device may use, or None.
     """
-    return page_html(oom_document(report, chart=chart, version=version), _marked)
-
-
-def _marked(cell: str) -> str:
-    for pattern, instead in _BREAKS:
-        cell = pattern.sub(instead, cell)
-    return cell
+    document = oom_document(report, version=version)
+    limit, program = limit_bytes, report.program
+    first = {"event": None, "action": _best(report)} if report.remedies else None
+    run: dict[str, Any] = {
+        "run": "failure",
+        "name": document.title,
+        "sentence": f"{when(report)}.",
+        "glance": {
+            "level": "bad",
+            "verdict": report.sentence,
+            "limit_bytes": limit,
+            "high": None,
+            "program": None,
+            "planned_bytes": None,
+            "first": first,
+        },
+        "open": as_blocks([_remedies(report), _holders(report), _program(program)]),
+        "limit_bytes": limit,
+        "details": as_blocks(
+            [_watched(report), _allocator(report), _failure(report), _surroundings(report), *_failed(report)]
+        ),
+    }
+    if history:
+        run |= {"curves": curves_of_points(history), "events": [event_model(*each) for each in enumerate(events)]}
+    if program is not None and program.peak is not None:
+        run["programs"] = [{"name": program.name, "bytes": program.peak.bytes, "peak": peak_model(program.peak)}]
+    return clean(
+        {
+            "format": FORMAT,
+            "title": document.title,
+            "summary": report.sentence,
+            "runs": [run],
+            "footer": document.footer,
+        }
+    )
 
 
 def oom_markdown(report: OomReport) -> str:
@@ -54,8 +86,8 @@ def oom_markdown(report: OomReport) -> str:
     return as_markdown(oom_document(report)) + "\n"
 
 
-def oom_document(report: OomReport, *, chart: str = "", version: str = "") -> Document:
-    """What both show; arguments as those of `oom_html`."""
+def oom_document(report: OomReport, *, version: str = "") -> Document:
+    """The report as a document, of which the page shows the sections and Markdown the whole."""
     first = first_thing(report)
     act = [Paragraph(first, style="act", link=Link("All remedies", "remedies"))] if first else []
     return Document(
@@ -66,12 +98,12 @@ def oom_document(report: OomReport, *, chart: str = "", version: str = "") -> Do
             *act,
             _holders(report),
             _program(report.program),
-            _watched(report, chart),
+            _watched(report),
             _allocator(report),
             _surroundings(report),
             _remedies(report),
             _failure(report),
-            *([Section("Parts of this report that failed", report.failures)] if report.failures else []),
+            *_failed(report),
         ],
         footer=f"Written by jaxmem_callbacks {version} when the exception passed. Bytes are on one device; what is unknown "
         "has the reason.",
@@ -82,9 +114,17 @@ def first_thing(report: OomReport) -> str:
     """The best remedy in one sentence, for the top; an empty text where there is none."""
     if not report.remedies:
         return ""
+    return f"What to try first: {_best(report)}"
+
+
+def _best(report: OomReport) -> str:
     best = report.remedies[0]
     saves = "" if best.saves_bytes is None else f", which saves {format_bytes(best.saves_bytes)}"
-    return f"What to try first: {best.what}{saves}."
+    return f"{best.what}{saves}."
+
+
+def _failed(report: OomReport) -> list[Section]:
+    return [Section("Parts of this report that failed", report.failures)] if report.failures else []
 
 
 def when(report: OomReport) -> str:
@@ -245,11 +285,10 @@ def _peak(peak: Peak) -> Iterator[Table]:
     )
 
 
-def _watched(report: OomReport, chart: str) -> Section:
+def _watched(report: OomReport) -> Section:
     title = "The monitor's last readings and events"
-    drawn = [Figure(chart)] if chart else []
     if report.unwatched:
-        return Section(title, (f"Unknown, because {report.unwatched}.", *drawn))
+        return Section(title, (f"Unknown, because {report.unwatched}.",))
     sentences = [] if report.step is None else [f"The latest step that was reported is {report.step:,}."]
     if not report.events:
         sentences.append("There was no event.")
@@ -261,7 +300,7 @@ def _watched(report: OomReport, chart: str) -> Section:
     rows = tuple(row for reading in report.readings for row in _figures(reading))
     if rows:
         tables.append(Table(("source", "device", "step", "figure", "value"), rows))
-    return Section(title, (*sentences, *drawn, *tables))
+    return Section(title, (*sentences, *tables))
 
 
 def _figures(reading: Reading) -> Iterator[tuple[str, ...]]:

@@ -1,0 +1,195 @@
+// What makes the peak: a treemap of groups down to buffers, the largest of them in a table, and two programs side by side.
+
+import { bytes, choose, el, percent, put, signed, sized, svg, swatch, table, tip, untip, whole } from "./draw.js";
+
+// Group -> class of its colour; what is not named takes a grey.
+const COLOURS = {
+  parameters: "s0", arguments: "s0", "optimizer state": "s1", gradients: "s2", "saved activations": "s3", temporaries: "s4",
+  batch: "s5", results: "s6", state: "s9", constants: "s8", other: "s7",
+};
+
+export function colour(group) {
+  return COLOURS[group] || "rest";
+}
+
+export function whatMakesThePeak(run, page) {
+  const programs = (run.programs || []).filter(one => one.peak && one.peak.bytes > 0)
+    .sort((a, b) => (b.bytes ?? b.peak.bytes) - (a.bytes ?? a.peak.bytes));
+  if (!programs.length) {
+    return el("p", { class: "soft" }, "No program reported what it needs. Make the step with jm.jit_step, and it does.");
+  }
+  const view = page.keep(run, "peak", { program: programs[0], group: null, against: null });
+  view.program = programs.find(one => one.name === view.program.name) || programs[0];
+  view.against = null;
+  const map = el("div", { class: "treemap", role: "application",
+    "aria-label": "Treemap of the peak. Arrow keys go through it, Enter opens a group, Escape closes it." });
+  const about = el("div", { class: "about" });
+  const beside = el("div", {});
+  const head = el("div", { class: "crumbs" });
+  let width = 0;
+  const again = () => {
+    if (width) draw(view, map, head, width, again);
+    describe(view, about, again);
+    beside.replaceChildren(view.against ? grown(view.program, view.against) : "");
+  };
+  sized(map, now => { width = now; draw(view, map, head, width, again); });
+  const others = page.runs.flatMap(other => (other.programs || []).filter(one => one.peak && !(other === run && one === view.program))
+    .map(one => [one, `${other === run ? "" : `${other.name}: `}${one.name}`]));
+  const controls = el("div", { class: "controls" },
+    programs.length > 1 ? choose("program", programs.map(one => [one, `${one.name}, ${bytes(one.bytes ?? one.peak.bytes)}`]), view.program,
+      value => { view.program = value; view.group = null; again(); }) : null,
+    others.length ? choose("beside", [[null, "nothing"], ...others], null, value => { view.against = value; again(); }) : null);
+  again();
+  return el("div", {}, controls, head, map, about, beside);
+}
+
+// The peak's groups with their named buffers and what is left of each.
+function tree(peak) {
+  return peak.groups.map(group => {
+    const parts = peak.buffers.filter(buffer => buffer.group === group.name);
+    const rest = group.bytes - parts.reduce((sum, buffer) => sum + buffer.bytes, 0);
+    const more = group.count === null ? null : group.count - parts.length;
+    const children = [...parts];
+    if (rest > 0 || !parts.length) {
+      children.push({ group: group.name, bytes: parts.length ? rest : group.bytes, rest: true,
+        shape: parts.length ? `${more > 0 ? `${whole(more)} smaller ones` : "the rest"}` : "" });
+    }
+    return { ...group, children };
+  }).filter(group => group.bytes > 0).sort((a, b) => b.bytes - a.bytes);
+}
+
+function draw(view, map, head, width, again) {
+  const peak = view.program.peak, groups = tree(peak);
+  const shown = view.group ? groups.filter(group => group.name === view.group) : groups;
+  const height = Math.round(Math.min(Math.max(width * 0.42, 260), 430));
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height });
+  const cells = [];
+  for (const [group, box] of squarified(shown, { x: 0, y: 0, width, height })) {
+    const headed = box.height > 46 && box.width > 70 ? 20 : 0;
+    const part = svg("g", { class: `group ${colour(group.name)}` });
+    part.append(svg("rect", { class: "ground", x: box.x + 1, y: box.y + 1, width: Math.max(box.width - 2, 0), height: Math.max(box.height - 2, 0), rx: 4 }));
+    if (headed) {
+      part.append(svg("text", { class: "heading", x: box.x + 8, y: box.y + 15 }, fit(`${group.name}  ${bytes(group.bytes)}`, box.width - 14, 7)));
+    }
+    const inner = { x: box.x + 2, y: box.y + 2 + headed, width: box.width - 4, height: box.height - 4 - headed };
+    for (const [buffer, cell] of squarified(group.children, inner)) {
+      const node = svg("g", { class: `cell${buffer.rest ? " rest-of" : ""}`, tabindex: cells.length ? -1 : 0, role: "button",
+        "aria-label": `${group.name}: ${buffer.shape || ""} ${buffer.operation || ""} ${bytes(buffer.bytes)}` },
+      svg("rect", { x: cell.x + 1, y: cell.y + 1, width: Math.max(cell.width - 2, 0.5), height: Math.max(cell.height - 2, 0.5), rx: 3 }));
+      if (cell.width > 54 && cell.height > 20) {
+        node.append(svg("text", { x: cell.x + 7, y: cell.y + 16 }, fit(name(buffer, group), cell.width - 12, 6.6)));
+        if (cell.height > 37) node.append(svg("text", { class: "second", x: cell.x + 7, y: cell.y + 31 }, fit(bytes(buffer.bytes), cell.width - 12, 6.6)));
+        if (cell.height > 56 && buffer.source) node.append(svg("text", { class: "second", x: cell.x + 7, y: cell.y + 46 }, fit(buffer.source, cell.width - 12, 6.6)));
+      }
+      const words = event => tip(event, el("strong", {}, `${bytes(buffer.bytes)}, ${percent(buffer.bytes / peak.bytes)} of the peak`),
+        el("div", {}, swatch(colour(group.name)), group.name), buffer.shape, buffer.operation, buffer.source, buffer.why);
+      node.addEventListener("pointermove", words);
+      node.addEventListener("pointerleave", untip);
+      node.addEventListener("focus", () => words({ target: node }));
+      node.addEventListener("blur", untip);
+      node.addEventListener("click", () => { untip(); view.group = view.group ? null : group.name; again(); });
+      cells.push(node);
+      part.append(node);
+    }
+    picture.append(part);
+  }
+  map.onkeydown = event => {
+    const at = cells.indexOf(document.activeElement);
+    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+    if (step && at >= 0) cells[(at + step + cells.length) % cells.length].focus();
+    else if (event.key === "Enter" && at >= 0) { cells[at].dispatchEvent(new Event("click")); map.querySelector(".cell")?.focus(); }
+    else if (event.key === "Escape" && view.group) { view.group = null; again(); map.querySelector(".cell")?.focus(); }
+    else return;
+    event.preventDefault();
+  };
+  map.replaceChildren(picture);
+  put(head, el("button", { type: "button", class: "quiet", disabled: !view.group, onclick: () => { view.group = null; again(); } },
+    view.program.name), ...(view.group ? [" \u203a ", el("strong", {}, view.group)] : []),
+  el("span", { class: "soft" }, `  ${bytes(shown.reduce((sum, group) => sum + group.bytes, 0))}${peak.source ? `, ${peak.source}` : ""}`));
+}
+
+function name(buffer, group) {
+  if (buffer.rest) return buffer.shape || group.name;
+  const path = (buffer.operation || "").split("/");
+  return `${short(buffer.shape)} ${path[path.length - 1]}`.trim();
+}
+
+function short(shape) {
+  return (shape || "").replace(/\{[^{}]*\}/g, "").replace(/\/\*.*?\*\//g, "");
+}
+
+function fit(text, room, letter) {
+  const most = Math.floor(room / letter);
+  return text.length <= most ? text : most > 2 ? `${text.slice(0, most - 1)}\u2026` : "";
+}
+
+function describe(view, about, again) {
+  const { peak, ...program } = view.program;
+  const groups = tree(peak);
+  const rows = (view.group ? groups.filter(group => group.name === view.group) : groups).flatMap(group => group.children)
+    .filter(buffer => !buffer.rest).sort((a, b) => b.bytes - a.bytes).slice(0, 12)
+    .map(buffer => [bytes(buffer.bytes), percent(buffer.bytes / peak.bytes), buffer.group, short(buffer.shape), buffer.operation || "", buffer.source || ""]);
+  const keys = el("ul", { class: "keys" }, groups.map(group => el("li", {}, el("button", { type: "button", "aria-pressed": String(!view.group || view.group === group.name),
+    onclick: () => { view.group = view.group === group.name ? null : group.name; again(); } },
+  swatch(colour(group.name)), `${group.name} ${bytes(group.bytes)}, ${percent(group.bytes / peak.bytes)}`))));
+  const facts = [
+    peak.moment ? `It is reached at ${peak.moment}.` : null,
+    peak.basis && peak.basis !== "alive at the peak" ? `${peak.basis[0].toUpperCase()}${peak.basis.slice(1)}.` : null,
+    program.planned_bytes && program.bytes ? `Planned ${bytes(program.planned_bytes)}, compiled ${bytes(program.bytes)}.` : null,
+    program.compiler_remat ? `The compiler recomputes ${whole(program.compiler_remat)} instructions by itself.` : null,
+    program.compiles > 1 ? `Compiled ${program.compiles} times; this is the compile that needs most.` : null,
+  ].filter(Boolean);
+  put(about, keys, facts.length ? el("p", { class: "soft" }, facts.join(" ")) : "",
+    rows.length ? el("details", { open: Boolean(view.group) }, el("summary", {}, "The largest buffers"),
+      table({ columns: ["size", "of the peak", "group", "shape", "operation", "line"], rows, sides: ["right", "right"] })) : "");
+}
+
+// What grew from one program to another, group by group.
+function grown(program, other) {
+  const size = (one, group) => one.peak.groups.filter(each => each.name === group).reduce((sum, each) => sum + each.bytes, 0);
+  const names = [...new Set([...program.peak.groups, ...other.peak.groups].map(group => group.name))];
+  const most = Math.max(...names.flatMap(group => [size(program, group), size(other, group)]), 1);
+  const rows = names.map(group => [group, size(other, group), size(program, group)])
+    .sort((a, b) => Math.abs(b[2] - b[1]) - Math.abs(a[2] - a[1]));
+  const strip = (value, style) => { const node = el("i", { class: style }); node.style.width = `${100 * value / most}%`; return el("span", { class: "strip" }, node); };
+  return el("div", { class: "beside" }, el("h4", {}, `${program.name} beside ${other.name}: ${signed(program.peak.bytes - other.peak.bytes)}`),
+    el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ["group", other.name, program.name, "grew by", ""].map((text, at) => el("th", { class: at && at < 4 ? "right" : null }, text)))),
+      el("tbody", {}, rows.map(([group, before, now]) => el("tr", {}, el("td", {}, swatch(colour(group)), group), el("td", { class: "right" }, bytes(before)),
+        el("td", { class: "right" }, bytes(now)), el("td", { class: `right ${now > before ? "more" : now < before ? "less" : ""}` }, signed(now - before)),
+        el("td", { class: "strips" }, strip(before, "rest"), strip(now, colour(group)))))))));
+}
+
+// Boxes whose areas are as the sizes, as square as may be: [item, box] pairs.
+export function squarified(items, room) {
+  const total = items.reduce((sum, item) => sum + item.bytes, 0);
+  if (!(total > 0) || room.width <= 0 || room.height <= 0) return [];
+  const factor = room.width * room.height / total;
+  const waiting = items.filter(item => item.bytes > 0).sort((a, b) => b.bytes - a.bytes);
+  const done = [];
+  let { x, y, width, height } = room;
+  while (waiting.length) {
+    const side = Math.min(width, height);
+    const row = [];
+    let area = 0;
+    const worst = (sum, large, small) => Math.max(side * side * large / (sum * sum), sum * sum / (side * side * small));
+    while (waiting.length) {
+      const next = waiting[0].bytes * factor;
+      const large = row.length ? row[0].bytes * factor : next;
+      const now = row.length ? worst(area, large, row[row.length - 1].bytes * factor) : Infinity;
+      if (row.length && worst(area + next, large, next) > now) break;
+      row.push(waiting.shift());
+      area += next;
+    }
+    const depth = side > 0 ? area / side : 0;
+    let along = 0;
+    for (const item of row) {
+      const length = depth > 0 ? item.bytes * factor / depth : 0;
+      done.push([item, width >= height ? { x, y: y + along, width: depth, height: length } : { x: x + along, y, width: length, height: depth }]);
+      along += length;
+    }
+    if (width >= height) { x += depth; width -= depth; } else { y += depth; height -= depth; }
+    width = Math.max(width, 0);
+    height = Math.max(height, 0);
+  }
+  return done;
+}

@@ -1,0 +1,98 @@
+// Within a step: bytes over the program's schedule, and each large block with its line.
+
+import { bytes, choose, el, scale, sized, svg, swatch, ticks, tip, untip, whole } from "./draw.js";
+import { colour } from "./peak.js";
+
+const LEFT = 62, RIGHT = 14, TOP = 18, BOTTOM = 34;
+
+export function withinAStep(run) {
+  const programs = run.programs.filter(one => one.step).sort((a, b) => b.bytes - a.bytes);
+  const view = { program: programs[0], from: null, to: null, picked: null };
+  const chart = el("div", { class: "chart" });
+  const about = el("p", { class: "soft", role: "status" });
+  let width = 0;
+  const again = () => { if (width) draw(view, chart, about, width, again); };
+  sized(chart, now => { width = now; again(); });
+  return el("div", {}, el("div", { class: "controls" },
+    programs.length > 1 ? choose("program", programs.map(one => [one, one.name]), view.program, value => { Object.assign(view, { program: value, from: null, to: null }); again(); }) : null,
+    el("button", { type: "button", class: "quiet", onclick: () => { view.from = view.to = null; again(); } }, "Whole step"),
+    el("span", { class: "hint" }, "Drag to zoom. A block is a value, from where it is made to its last use.")), chart, about);
+}
+
+function draw(view, chart, about, width, again) {
+  const { length, blocks: list, curve, held_bytes: held, peak_at: peakAt } = view.program.step;
+  const from = view.from ?? 0, to = Math.max(view.to ?? length, from + 1);
+  const height = width < 560 ? 280 : 380, floor = height - BOTTOM;
+  const most = 1.04 * Math.max(1, ...curve.map(([, size]) => size));
+  const x = scale(from, to, LEFT, width - RIGHT), y = scale(0, most, floor, TOP);
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, tabindex: 0, role: "application",
+    "aria-label": "Bytes over the schedule of the step. Left and right go through its largest blocks, plus and minus zoom." });
+  for (const value of ticks(0, most, 5, true)) {
+    picture.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }),
+      svg("text", { class: "tick", x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, value ? bytes(value) : "0"));
+  }
+  const clip = value => x(Math.min(Math.max(value, from), to));
+  if (held) {
+    picture.append(svg("rect", { class: "held", x: LEFT, y: y(held), width: width - LEFT - RIGHT, height: floor - y(held) }),
+      svg("text", { class: "tick", x: LEFT + 8, y: floor - 8 }, `arguments, results and constants, ${bytes(held)}`));
+  }
+  const points = curve.map(([at, size], number) => `${number ? "H" : "M"}${clip(at).toFixed(1)}${number ? "V" : " "}${y(size).toFixed(1)}`).join("");
+  picture.append(svg("path", { class: "area in-use", d: `${points}H${clip(length)}V${y(0)}H${clip(0)}Z` }));
+  const nodes = list.filter(block => block.last >= from && block.first <= to).map(block => {
+    const left = clip(block.first), right = clip(block.last + 1);
+    const tall = Math.max(y(block.base) - y(block.base + block.bytes), 0.5);
+    const node = svg("g", { class: `block ${colour(block.group)}`, tabindex: -1, role: "button", "aria-label": `${bytes(block.bytes)} ${block.operation || block.shape}` },
+      svg("rect", { x: left, y: y(block.base + block.bytes), width: Math.max(right - left, 0.8), height: tall }));
+    const words = event => tip(event, el("strong", {}, bytes(block.bytes)), el("div", {}, swatch(colour(block.group)), block.group), block.shape, block.operation, block.source,
+      `from instruction ${whole(block.first)} to ${whole(block.last)}`);
+    node.addEventListener("pointermove", words);
+    node.addEventListener("pointerleave", untip);
+    node.addEventListener("focus", () => words({ target: node }));
+    node.addEventListener("blur", untip);
+    return node;
+  });
+  picture.append(svg("path", { class: "line in-use", d: points }));
+  if (peakAt >= from && peakAt <= to) {
+    picture.append(svg("line", { class: "level limit", x1: x(peakAt), x2: x(peakAt), y1: TOP, y2: floor }),
+      svg("text", { class: "level-name limit", x: x(peakAt) + (x(peakAt) > width / 2 ? -5 : 5), y: TOP - 4, "text-anchor": x(peakAt) > width / 2 ? "end" : "start" }, "the peak"));
+  }
+  const cover = svg("rect", { class: "cover", x: LEFT, y: TOP, width: width - LEFT - RIGHT, height: floor - TOP });
+  const chosen = svg("rect", { class: "chosen", y: TOP, height: floor - TOP, visibility: "hidden" });
+  picture.append(cover, ...nodes, chosen);
+  for (const value of ticks(from, to, width / 110).filter(Number.isInteger)) {
+    picture.append(svg("text", { class: "tick", x: x(value), y: floor + 17, "text-anchor": "middle" }, whole(value)));
+  }
+  picture.append(svg("text", { class: "tick name", x: width - RIGHT, y: floor + 31, "text-anchor": "end" }, "instruction in the schedule"));
+  let pressed = null;
+  const across = event => x.back(event.clientX - picture.getBoundingClientRect().left);
+  const zoom = (low, high) => { view.from = Math.max(0, Math.floor(low)); view.to = Math.min(length, Math.ceil(high)); again(); chart.querySelector("svg").focus({ preventScroll: true }); };
+  picture.addEventListener("pointerdown", event => { pressed = across(event); });
+  picture.addEventListener("pointermove", event => {
+    if (pressed === null || event.buttons === 0) { pressed = null; return; }
+    const [low, high] = [pressed, across(event)].sort((a, b) => a - b);
+    chosen.setAttribute("x", clip(low));
+    chosen.setAttribute("width", Math.max(clip(high) - clip(low), 0));
+    chosen.setAttribute("visibility", "visible");
+  });
+  picture.addEventListener("pointerup", event => {
+    const begun = pressed;
+    pressed = null;
+    chosen.setAttribute("visibility", "hidden");
+    if (begun === null) return;
+    const [low, high] = [begun, across(event)].sort((a, b) => a - b);
+    if (clip(high) - clip(low) > 6) { untip(); zoom(low, high); }
+  });
+  picture.addEventListener("dblclick", () => zoom(0, length));
+  let at = -1;
+  picture.addEventListener("keydown", event => {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key], middle = (from + to) / 2;
+    if (step && nodes.length) { at = (at + step + nodes.length) % nodes.length; nodes[at].focus(); }
+    else if (event.key === "+" || event.key === "=") zoom(middle - (to - from) / 4, middle + (to - from) / 4);
+    else if (event.key === "-") zoom(middle - (to - from), middle + (to - from));
+    else if (event.key === "0" || event.key === "Escape") zoom(0, length);
+    else return;
+    event.preventDefault();
+  });
+  about.textContent = `${view.program.name}: ${whole(length)} instructions, the largest ${list.length} blocks are drawn.`;
+  chart.replaceChildren(picture);
+}

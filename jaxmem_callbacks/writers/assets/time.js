@@ -1,0 +1,391 @@
+// Over time: memory of the device, the live arrays by line, the host; events, saves and compiles marked.
+
+import { bytes, choose, clock, el, scale, sized, svg, swatch, switches, ticks, tip, untip, whole } from "./draw.js";
+
+const LINES = {
+  in_use_bytes: ["in use", "in-use"],
+  reserved_bytes: ["reserved for temporaries", "reserved"],
+  peak_bytes_since_start: ["peak since start", "peak"],
+  pool_bytes: ["pool", "pool"],
+  largest_free_bytes: ["largest free block", "free"],
+  live_array_bytes: ["live arrays", "live"],
+  device_used_bytes: ["whole device, all processes", "driver"],
+};
+const LEFT = 62, RIGHT = 14, TOP = 30, GAP = 26, BOTTOM = 34;
+const EVERY = "each device";
+
+export function overTime(run, page) {
+  const curves = run.curves || [];
+  if (!curves.length) return el("p", { class: "soft" }, "There is no figure, since no memory was read.");
+  const onDevice = curves.filter(curve => LINES[curve.figure]);
+  const devices = [...new Set(onDevice.map(curve => curve.device))];
+  const forward = curves.every(curve => curve.steps.every((step, at) => at === 0 || step >= curve.steps[at - 1]));
+  const view = page.keep(run, "time", { by: forward ? "steps" : "times", device: fullest(run, devices), stack: "line",
+    hidden: new Set(["pool_bytes"]), from: null, to: null });
+  const keys = el("ul", { class: "keys" });
+  const chart = el("div", { class: "chart" });
+  let width = 0;
+  const again = () => { if (width) draw(run, view, chart, keys, width, again, page); };
+  sized(chart, now => { width = now; again(); });
+  const controls = el("div", { class: "controls" },
+    devices.length > 1 ? choose("device", [[EVERY, EVERY], ...devices.map(name => [name, name])], view.device,
+      value => { view.device = value; again(); }) : null,
+    forward ? switches("horizontal axis", [["steps", "step"], ["times", "time"]], view.by,
+      value => { view.by = value; view.from = view.to = null; again(); }) : null,
+    run.arrays ? switches("live arrays", [["line", "by line"], ["type", "by type"]], view.stack,
+      value => { view.stack = value; again(); }) : null,
+    el("button", { type: "button", class: "quiet", onclick: () => { view.from = view.to = null; again(); } }, "Whole run"),
+    el("span", { class: "hint" }, "Drag to zoom. Arrow keys, + and \u2212 work too."));
+  return el("div", {}, controls, chart, keys);
+}
+
+// The device that held most, which is where a run fails first.
+function fullest(run, devices) {
+  const high = run.glance && run.glance.high;
+  return high && devices.includes(high.device) ? high.device : devices[0];
+}
+
+function draw(run, view, chart, keys, width, again, page) {
+  const shown = run.curves.filter(curve => LINES[curve.figure] && (view.device === EVERY
+    ? ["in_use_bytes", "live_array_bytes"].includes(curve.figure) && curve.device !== "all processes"
+    : curve.device === view.device));
+  const inUse = shown.some(curve => curve.figure === "in_use_bytes");
+  const lines = shown.filter(curve => !(inUse && view.device === EVERY && curve.figure === "live_array_bytes"));
+  const host = run.curves.filter(curve => curve.figure === "resident_bytes" && curve.device !== "all processes");
+  const all = [...lines, ...host];
+  const at = (record, place) => view.by === "steps" ? Math.max(record.steps[place], 0) : record.times[place];
+  const spot = event => view.by === "steps" ? Math.max(event.step ?? 0, 0) : event.time_s;
+  const ends = [...all, ...(run.arrays ? [run.arrays] : [])].flatMap(one => [at(one, 0), at(one, one.steps.length - 1)]);
+  (run.events || []).forEach(event => ends.push(spot(event)));
+  const [first, last] = [Math.min(...ends), Math.max(...ends)];
+  const from = view.from ?? first, to = Math.max(view.to ?? last, from + (view.by === "steps" ? 1 : 0.05));
+  const x = scale(from, to, LEFT, width - RIGHT);
+  const inside = place => place >= from && place <= to;
+
+  const panels = [{ name: "device", height: width < 560 ? 220 : 290 }];
+  if (run.arrays) panels.push({ name: "live arrays", height: width < 560 ? 150 : 170 });
+  if (host.length) panels.push({ name: "host", height: 84 });
+  let top = TOP;
+  for (const panel of panels) { panel.top = top; panel.bottom = top + panel.height; top = panel.bottom + GAP; }
+  const height = top - GAP + BOTTOM, floor = height - BOTTOM;
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, tabindex: 0, role: "application",
+    "aria-label": "Memory over time. Left and right move the cursor, plus and minus zoom, Enter opens the nearest event." });
+
+  // What stands behind the lines: saves.
+  for (const save of run.saves || []) {
+    const [begin, end] = view.by === "steps" ? save.steps : [save.from, save.to];
+    if (end < from || begin > to) continue;
+    const left = x(Math.max(begin, from));
+    picture.append(svg("rect", { class: "save", x: left - 1, y: TOP, width: Math.max(x(Math.min(end, to)) - left, 3),
+      height: floor - TOP }));
+  }
+
+  const levels = [];
+  if (run.limit_bytes) levels.push(["limit", run.limit_bytes, "limit"]);
+  const needs = (run.programs || []).filter(one => one.bytes).sort((a, b) => b.bytes - a.bytes);
+  needs.slice(0, 2).forEach(one => levels.push([`${one.name} needs`, one.bytes, "need"]));
+  const planned = run.plan && run.plan.candidates[run.plan.chosen].bytes;
+  if (planned) levels.push(["planned", planned, "planned"]);
+
+  const visible = lines.filter(curve => !view.hidden.has(curve.figure));
+  const high = curve => Math.max(0, ...curve.high.filter((_, place) => inside(at(curve, place))));
+  const most = Math.max(1, ...visible.map(high));
+  // A limit far above all that was used would press the lines to the ground: it is named, and not drawn.
+  const drawn = levels.filter(([, size]) => size <= 4 * most || levels.every(level => level[1] > 4 * most && level[1] >= size));
+  const ceiling = 1.06 * Math.max(most, ...drawn.filter(([, size]) => size <= 4 * most).map(([, size]) => size));
+  const above = levels.filter(([, size]) => size > ceiling);
+  const y = scale(0, ceiling, panels[0].bottom, panels[0].top);
+  grid(picture, y, ceiling, panels[0], width, "device", 5);
+  for (const curve of visible) {
+    const style = LINES[curve.figure][1];
+    const is = curve.figure === "in_use_bytes" || (!inUse && curve.figure === "live_array_bytes");
+    if (is && view.device !== EVERY) picture.append(svg("path", { class: `area ${style}`, d: area(curve, x, y, at, from, to) }));
+    else if (curve.low) picture.append(svg("path", { class: `band ${style}`, d: band(curve, x, y, at, from, to) }));
+    picture.append(svg("path", { class: `line ${style}`, d: line(curve, x, y, at, from, to) }));
+  }
+  const named = [];
+  for (const [name, size, style] of levels.filter(level => level[1] <= ceiling)) {
+    const place = y(size);
+    picture.append(svg("line", { class: `level ${style}`, x1: LEFT, x2: width - RIGHT, y1: place, y2: place }));
+    const words = [-5, 14, -20, 29, -35].map(by => place + by).find(spot => spot > panels[0].top + 4 && !named.some(other => Math.abs(other - spot) < 14)) ?? place - 5;
+    named.push(words);
+    picture.append(svg("text", { class: `level-name ${style}`, x: width - RIGHT - 4, y: words, "text-anchor": "end" },
+      `${name} ${bytes(size)}`));
+  }
+
+  // Live arrays, stacked.
+  const stack = run.arrays ? stacked(run.arrays, view.stack) : null;
+  if (stack) {
+    const panel = panels[1];
+    const sums = run.arrays.steps.map((_, place) => stack.reduce((sum, layer) => sum + layer.bytes[place], 0));
+    const peak = 1.06 * Math.max(1, ...sums.filter((_, place) => inside(at(run.arrays, place))));
+    const up = scale(0, peak, panel.bottom, panel.top);
+    grid(picture, up, peak, panel, width, "live arrays", 3);
+    const base = run.arrays.steps.map(() => 0);
+    stack.forEach((layer, number) => {
+      const under = [...base];
+      layer.bytes.forEach((size, place) => { base[place] += size; });
+      picture.append(svg("path", { class: `layer s${number % 10}${layer.rest ? " rest" : ""}`,
+        d: ribbon(run.arrays, under, base, x, up, at, from, to) }));
+    });
+  }
+  if (host.length) {
+    const panel = panels[panels.length - 1];
+    const peak = 1.06 * Math.max(1, ...host.map(high));
+    const up = scale(0, peak, panel.bottom, panel.top);
+    grid(picture, up, peak, panel, width, "host", 2);
+    host.forEach(curve => picture.append(svg("path", { class: "line host", d: line(curve, x, up, at, from, to) })));
+  }
+
+  // The horizontal axis.
+  const begin = run.began_s ?? first;
+  const marks = view.by === "steps" ? ticks(from, to, width / 110).filter(value => Number.isInteger(value))
+    : ticks(from - begin, to - begin, width / 110).map(value => value + begin);
+  marks.forEach(value => picture.append(svg("text", { class: "tick", x: x(value), y: floor + 17, "text-anchor": "middle" },
+    view.by === "steps" ? whole(value) : clock(value - begin))));
+  picture.append(svg("text", { class: "tick name", x: width - RIGHT, y: floor + 31, "text-anchor": "end" },
+    view.by === "steps" ? "step" : "time since the first reading"));
+  for (const compile of run.compiles || []) {
+    const place = spot({ step: compile.step, time_s: compile.time_s });
+    if (compile.step === null && view.by === "steps" || !inside(place)) continue;
+    picture.append(svg("path", { class: "compile", d: `M${x(place)} ${floor}l4 6h-8z`,
+      onpointermove: event => { event.stopPropagation(); tip(event, `${compile.program} was compiled`,
+        compile.bytes ? `needs ${bytes(compile.bytes)}` : null, ...compile.changed.slice(0, 3)); }, onpointerleave: untip }));
+  }
+
+  // Cursor and zoom.
+  const cursor = svg("line", { class: "cursor", y1: TOP, y2: floor, visibility: "hidden" });
+  const chosen = svg("rect", { class: "chosen", y: TOP, height: floor - TOP, visibility: "hidden" });
+  const cover = svg("rect", { class: "cover", x: LEFT, y: TOP, width: width - LEFT - RIGHT, height: floor - TOP });
+  picture.append(chosen, cursor, cover);
+  const values = place => {
+    const near = record => nearest(record, at, place);
+    const rows = [];
+    for (const curve of [...visible, ...host]) {
+      const found = near(curve);
+      if (found === null) continue;
+      const [words, style] = LINES[curve.figure] || ["host, resident", "host"];
+      rows.push(el("div", {}, swatch(style), `${words}${view.device === EVERY && LINES[curve.figure] ? ` ${curve.device}` : ""}`,
+        el("b", {}, bytes(curve.high[found]))));
+    }
+    const few = rows.length > 10 ? [...rows.slice(0, 9), `and ${rows.length - 9} more`] : rows;
+    if (stack) {
+      const found = held(run.arrays, at, place);
+      if (found !== null) {
+        const layers = stack.map((layer, number) => [layer, number]).filter(([layer]) => layer.bytes[found] > 0)
+          .sort((a, b) => b[0].bytes[found] - a[0].bytes[found]).slice(0, 5);
+        few.push(el("div", { class: "apart" }, "live arrays"), ...layers.map(([layer, number]) =>
+          el("div", {}, swatch(layer.rest ? "rest" : `s${number % 10}`), layer.name, el("b", {}, bytes(layer.bytes[found])))));
+      }
+    }
+    return few;
+  };
+  const point = (event, place) => {
+    place = Math.min(Math.max(place, from), to);
+    cursor.setAttribute("x1", x(place));
+    cursor.setAttribute("x2", x(place));
+    cursor.setAttribute("visibility", "visible");
+    tip(event, el("strong", {}, view.by === "steps" ? `step ${whole(Math.round(place))}` : `after ${clock(place - begin)}`), values(place));
+    picture.place = place;
+  };
+  const zoom = (low, high) => { view.from = Math.max(low, first); view.to = Math.min(high, last); again(); chart.querySelector("svg").focus({ preventScroll: true }); };
+  let pressed = null;
+  const across = event => x.back(event.clientX - picture.getBoundingClientRect().left);
+  cover.addEventListener("pointerdown", event => { pressed = across(event); cover.setPointerCapture(event.pointerId); });
+  cover.addEventListener("pointermove", event => {
+    const place = across(event);
+    point(event, place);
+    if (pressed === null) return;
+    const [low, high] = [pressed, place].sort((a, b) => a - b).map(value => Math.min(Math.max(value, from), to));
+    chosen.setAttribute("x", x(low));
+    chosen.setAttribute("width", x(high) - x(low));
+    chosen.setAttribute("visibility", "visible");
+  });
+  cover.addEventListener("pointerup", event => {
+    const begun = pressed;
+    pressed = null;
+    chosen.setAttribute("visibility", "hidden");
+    if (begun === null) return;
+    const [low, high] = [begun, across(event)].sort((a, b) => a - b);
+    if (x(high) - x(low) > 6) { untip(); zoom(low, high); }
+  });
+  cover.addEventListener("pointerleave", () => { if (pressed === null) { untip(); cursor.setAttribute("visibility", "hidden"); } });
+  cover.addEventListener("dblclick", () => zoom(first, last));
+  cover.addEventListener("wheel", event => {
+    if (!event.ctrlKey && !event.metaKey) return;
+    event.preventDefault();
+    const place = across(event), factor = event.deltaY > 0 ? 1.25 : 0.8;
+    zoom(place - (place - from) * factor, place + (to - place) * factor);
+  }, { passive: false });
+  picture.addEventListener("blur", () => { untip(); cursor.setAttribute("visibility", "hidden"); });
+  picture.addEventListener("keydown", event => {
+    const span = to - from, place = picture.place ?? (from + to) / 2;
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    const beside = { target: cursor };
+    if (step) point(beside, place + step * span / (event.shiftKey ? 20 : 200));
+    else if (event.key === "+" || event.key === "=") zoom(place - span / 4, place + span / 4);
+    else if (event.key === "-") zoom(place - span, place + span);
+    else if (event.key === "0" || event.key === "Escape") zoom(first, last);
+    else if (event.key === "Enter" && (run.events || []).length) {
+      const number = run.events.reduce((best, one, at) =>
+        Math.abs(spot(one) - place) < Math.abs(spot(run.events[best]) - place) ? at : best, 0);
+      page.showEvent(run, number);
+    } else return;
+    event.preventDefault();
+  });
+
+  // Events above all else: neighbours that would cover each other are one mark with their number.
+  for (const group of clustered(run.events || [], spot, inside, x)) {
+    const place = group.x, several = group.events.length > 1;
+    const words = several ? String(group.events.length) : String(group.events[0] + 1);
+    const marked = run.events[group.events[0]];
+    const open = () => {
+      const [low, high] = [spot(marked), spot(run.events[group.events[group.events.length - 1]])];
+      if (several && high > low && x(high) - x(low) > 1) zoom(low - (high - low) * 0.1, high + (high - low) * 0.1);
+      else page.showEvent(run, group.events[0]);
+    };
+    picture.append(svg("line", { class: "event-line", x1: place, x2: place, y1: TOP, y2: floor }),
+      svg("g", { class: "event-mark", role: "button", tabindex: -1, "aria-label": `${marked.title} at step ${marked.step}`,
+        onclick: open, onpointermove: event => tip(event, el("strong", {}, several ? `${group.events.length} events` : marked.title),
+          ...group.events.slice(0, 4).map(number => `step ${whole(run.events[number].step)}: ${run.events[number].title}`),
+          several ? "Click to look closer." : marked.message), onpointerleave: untip },
+      svg("rect", { x: place - (several ? 13 : 10), y: 4, width: several ? 26 : 20, height: 18, rx: 9, class: several ? "many" : null }),
+      svg("text", { x: place, y: 17, "text-anchor": "middle" }, words.length > 3 ? `${words.slice(0, -3)}k` : words)));
+  }
+  for (const save of run.saves || []) {
+    const [begun, ended] = view.by === "steps" ? save.steps : [save.from, save.to];
+    if (ended < from || begun > to) continue;
+    picture.append(svg("rect", { class: "save-mark", x: x(Math.max(begun, from)) - 4, y: floor - 9, width: 12, height: 9, rx: 2,
+      role: "button", "aria-label": `checkpoint save after step ${save.steps[0]}`,
+      onclick: () => zoom(begun - Math.max(ended - begun, (last - first) / 40), ended + Math.max(ended - begun, (last - first) / 40)),
+      onpointermove: event => tip(event, el("strong", {}, "checkpoint save"), `${clock(save.to - save.from)} after step ${save.steps[0]}`,
+        ...Object.entries(save.highs).map(([name, size]) => `${name.replaceAll("_", " ")}: at most ${bytes(size)}`)),
+      onpointerleave: untip }));
+  }
+  chart.replaceChildren(picture);
+  legend(keys, run, view, lines, host, stack, levels, above, again);
+}
+
+function legend(keys, run, view, lines, host, stack, levels, above, again) {
+  const figures = [...new Set(lines.map(curve => curve.figure))];
+  const rows = figures.map(figure => el("li", {}, el("button", { type: "button", "aria-pressed": String(!view.hidden.has(figure)),
+    title: run.curves.find(curve => curve.figure === figure).meaning,
+    onclick: () => { view.hidden.has(figure) ? view.hidden.delete(figure) : view.hidden.add(figure); again(); } },
+  swatch(LINES[figure][1]), LINES[figure][0])));
+  if (host.length) rows.push(el("li", {}, swatch("host"), "host, resident"));
+  above.forEach(([name, size, style]) => rows.push(el("li", { class: "beyond" }, swatch(style), `${name} ${bytes(size)}, far above`)));
+  if ((run.saves || []).length) rows.push(el("li", {}, swatch("save"), "checkpoint saves"));
+  if ((run.compiles || []).some(one => one.step !== null || view.by === "times")) rows.push(el("li", {}, swatch("compile"), "compiles"));
+  const layers = stack ? el("li", { class: "wide" }, el("details", { open: stack.length < 7 },
+    el("summary", {}, `Live arrays ${view.stack === "line" ? "by the line that made them" : "by type"}`),
+    el("ol", { class: "layers" }, stack.map((layer, number) => el("li", {}, swatch(layer.rest ? "rest" : `s${number % 10}`),
+      el("span", {}, layer.name), el("b", {}, bytes(Math.max(...layer.bytes)))))))) : null;
+  keys.replaceChildren(...rows, ...(layers ? [layers] : []));
+}
+
+function stacked(arrays, by) {
+  const layers = new Map();
+  for (const group of arrays.groups) {
+    const known = layers.get(group[by]);
+    layers.set(group[by], known ? known.map((size, at) => size + group.bytes[at]) : group.bytes);
+  }
+  const found = [...layers].map(([name, sizes]) => ({ name, bytes: sizes }))
+    .sort((a, b) => Math.max(...b.bytes) - Math.max(...a.bytes));
+  if (arrays.rest.some(size => size > 0)) found.push({ name: arrays.rest_count ? `${arrays.rest_count} smaller groups and the rest` : "smaller groups", bytes: arrays.rest, rest: true });
+  return found;
+}
+
+function clustered(events, spot, inside, x) {
+  const order = events.map((event, number) => [x(spot(event)), number]).filter(([, number]) => inside(spot(events[number])))
+    .sort((a, b) => a[0] - b[0]);
+  const groups = [];
+  for (const [place, number] of order) {
+    const last = groups[groups.length - 1];
+    if (last && place - last.first < 26) { last.events.push(number); last.x = (last.first + place) / 2; }
+    else groups.push({ first: place, x: place, events: [number] });
+  }
+  return groups;
+}
+
+function grid(picture, y, high, panel, width, name, count) {
+  for (const value of ticks(0, high, count, true)) {
+    const place = y(value);
+    picture.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: place, y2: place }),
+      svg("text", { class: "tick", x: LEFT - 8, y: place + 4, "text-anchor": "end" }, value ? bytes(value) : "0"));
+  }
+  picture.append(svg("text", { class: "tick name", x: LEFT + 2, y: panel.top - 6 }, name));
+}
+
+function places(record, at, from, to) {
+  const count = record.steps.length;
+  let low = 0, high = count - 1;
+  while (low < count - 1 && at(record, low + 1) < from) low += 1;
+  while (high > 0 && at(record, high - 1) > to) high -= 1;
+  return [low, high];
+}
+
+function line(curve, x, y, at, from, to) {
+  const [low, high] = places(curve, at, from, to);
+  if (low === high || curve.steps.length === 1) {
+    const place = Math.min(Math.max(x(at(curve, low)), LEFT), Infinity);
+    return `M${place - 3} ${y(curve.high[low])}h6`;
+  }
+  return path(low, high, place => [clipped(x, at(curve, place), from, to), y(curve.high[place])]);
+}
+
+function area(curve, x, y, at, from, to) {
+  const [low, high] = places(curve, at, from, to);
+  const right = clipped(x, at(curve, high), from, to), left = clipped(x, at(curve, low), from, to);
+  return `${path(low, high, place => [clipped(x, at(curve, place), from, to), y(curve.high[place])])}L${right} ${y(0)}L${left} ${y(0)}Z`;
+}
+
+function band(curve, x, y, at, from, to) {
+  const [low, high] = places(curve, at, from, to);
+  const up = path(low, high, place => [clipped(x, at(curve, place), from, to), y(curve.high[place])]);
+  let back = "";
+  for (let place = high; place >= low; place -= 1) back += `L${clipped(x, at(curve, place), from, to)} ${y(curve.low[place])}`;
+  return `${up}${back}Z`;
+}
+
+// A layer of the live arrays. A census is written when it differs from the one before, so its sizes hold until the next.
+function ribbon(record, under, over, x, y, at, from, to) {
+  const [low, high] = places(record, at, from, to);
+  const next = place => clipped(x, place === record.steps.length - 1 ? to : at(record, place + 1), from, to);
+  let up = "", back = "";
+  for (let place = low; place <= high; place += 1) {
+    const begin = clipped(x, at(record, place), from, to), top = y(over[place]).toFixed(1), bottom = y(under[place]).toFixed(1);
+    up += `${up ? "L" : "M"}${begin} ${top}H${next(place)}`;
+    back = `L${next(place)} ${bottom}H${begin}${back}`;
+  }
+  return `${up}${back}Z`;
+}
+
+function clipped(x, place, from, to) {
+  return x(Math.min(Math.max(place, from), to)).toFixed(1);
+}
+
+function path(low, high, point) {
+  let text = "";
+  for (let place = low; place <= high; place += 1) {
+    const [across, up] = point(place);
+    text += `${place === low ? "M" : "L"}${across} ${up.toFixed(1)}`;
+  }
+  return text;
+}
+
+function held(record, at, place) {
+  let found = null;
+  for (let number = 0; number < record.steps.length && at(record, number) <= place; number += 1) found = number;
+  return found;
+}
+
+function nearest(record, at, place) {
+  const count = record.steps.length;
+  if (!count) return null;
+  let low = 0, high = count - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (at(record, middle) < place) low = middle; else high = middle;
+  }
+  return Math.abs(at(record, low) - place) <= Math.abs(at(record, high) - place) ? low : high;
+}

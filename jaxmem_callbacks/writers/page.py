@@ -1,0 +1,85 @@
+"""The memory page as a file: its modules, its style and one model in a single HTML file that fetches nothing."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import importlib.resources
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jaxmem_callbacks.records.documents import escape
+
+# Each after those that it imports.
+_MODULES = ("draw.js", "time.js", "peak.js", "step.js", "plan.js", "heap.js", "page.js")
+_IMPORT = re.compile(r"^import (\{[^}]*\}) from \"\./(\w+)\.js\";$", re.MULTILINE)
+_EXPORT = re.compile(r"^export ((?:async )?(?:function|const) (\w+))", re.MULTILINE)
+_MODEL = "memory-model"
+_OPENED = f'$page.open(document.querySelector("main"), JSON.parse(document.getElementById("{_MODEL}").textContent));'
+
+
+def _asset(name: str) -> str:
+    return (importlib.resources.files("jaxmem_callbacks.writers") / "assets" / name).read_text("utf-8")
+
+
+@functools.cache
+def page_style() -> str:
+    """The style sheet."""
+    return _asset("page.css")
+
+
+@functools.cache
+def page_script() -> str:
+    """The modules as one, in the order of their imports, each in a scope of its own; nothing is called yet."""
+    return "\n".join(map(_scoped, _MODULES))
+
+
+def _scoped(name: str) -> str:
+    """A module as a function that is called at once, and returns what the module exports."""
+    text = _asset(name)
+    exported = ", ".join(found for _, found in _EXPORT.findall(text))
+    body = _EXPORT.sub(r"\1", _IMPORT.sub(r"const \1 = $\2;", text))
+    return f"const ${name.removesuffix('.js')} = (() => {{\n{body}return {{ {exported} }};\n}})();"
+
+
+@functools.cache
+def tab_module() -> str:
+    """The module that TensorBoard loads: it puts style and page into the document when ``render`` is called."""
+    started = (
+        f"const style = {json.dumps(page_style())};\n"
+        "export async function render() {\n"
+        '  const { el } = $draw, root = el("main", {});\n'
+        '  document.head.append(el("style", {}, style));\n'
+        "  document.body.append(root);\n"
+        "  await $page.tab(root, import.meta.url);\n"
+        "}\n"
+    )
+    return f"{page_script()}\n{started}"
+
+
+def page_html(model: Mapping[str, Any]) -> str:
+    """The page of a model, to be opened from anywhere.
+
+    Args:
+        model: What `writers.report.report_model` or `writers.oom_report.oom_model` gave.
+    """
+    title, summary = escape(str(model["title"])), escape(str(model.get("summary", "")))
+    script = f"{page_script()}\n{_OPENED}"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    # The browser enforces it: this one script and no other, and nothing from anywhere.
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    data = json.dumps(model, separators=(",", ":"), ensure_ascii=False)
+    for letter in "<>&\u2028\u2029":  # no text of a run ends the element
+        data = data.replace(letter, f"\\u{ord(letter):04x}")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>'
+        f"<style>{page_style()}</style></head>\n<body><main><h1>{title}</h1><p>{summary}</p>"
+        "<noscript><p>The figures of this page are drawn by a script in it, which this browser does not run.</p></noscript>"
+        f'</main>\n<script type="application/json" id="{_MODEL}">{data}</script>\n'
+        f'<script type="module">{script}</script>\n</body></html>\n'
+    )
