@@ -113,6 +113,8 @@ def shown(browser: Browser) -> str:
 
 
 def opened(browser: Browser, address: str, words: str = "At a glance") -> str:
+    browser.open("about:blank")
+    browser.errors()  # those of another TensorBoard, which is gone, are not looked at
     browser.open(f"{address}/#jaxmem")
     assert browser.wait_for(lambda: words in shown(browser)), shown(browser)
     return shown(browser)
