@@ -75,6 +75,7 @@ def test_a_bare_word_is_a_name_and_a_path_is_a_path(tmp_path, monkeypatch):
 def test_list_presets_is_what_is_shipped():
     assert jm.list_presets() == (
         "accumulate_4",
+        "chunk_head",
         "donate",
         "dots_no_batch_remat",
         "dots_remat",
@@ -164,7 +165,7 @@ def test_numbers_mean_what_they_look_like(text, field, value):
         ("policy:", "text:1:8: `policy` is null (nothing). Delete the line or write `policy: {}`."),
         (
             "policy: full_remat",
-            "`policy` is the text 'full_remat'.\n    Expected: a mapping with keys from: compiler_options,",
+            "`policy` is the text 'full_remat'.\n    Expected: a mapping with keys from: chunks, compiler_options,",
         ),
         ("policy: [remat]", "`policy` is a list."),
         ("policy: {rematt: full}", "text:1:10: unknown key 'rematt' in `policy`. Did you mean `remat`?"),
@@ -242,7 +243,10 @@ def test_several_mistakes_are_reported_together_in_order(tmp_path):
 
 def test_unknown_names_are_answered_with_the_nearest():
     message = problem(jm.load_preset, "ful_remat")
-    assert "Unknown preset 'ful_remat'. Did you mean `full_remat`? Expected one of: accumulate_4, donate, " in message
+    assert (
+        "Unknown preset 'ful_remat'. Did you mean `full_remat`? Expected one of: accumulate_4, chunk_head, donate, "
+        in message
+    )
     assert message.endswith("or a path such as ./ful_remat.yaml.\nNext: `jaxmem presets` describes each.")
     assert "a preset is named by int." in problem(jm.load_preset, 3)
     assert "a preset is named by bytes." in problem(jm.load_preset, b"donate")

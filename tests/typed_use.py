@@ -49,7 +49,9 @@ def train_step(state: State, batch: Batch, *, rate: float = 0.1) -> tuple[State,
 
 
 def a_steps_signature_is_kept(state: State, batch: Batch) -> None:
-    step = jm.jit_step(train_step, jm.StepPolicy(remat="full", microbatches=2), donate_argnames="state")
+    assert_type(jm.StepPolicy(chunks={"head": 16, "mlp": 4}).chunked, tuple[tuple[str, int], ...])
+    jm.StepPolicy(chunks="head")  # pyright: ignore[reportArgumentType]
+    step = jm.jit_step(train_step, jm.StepPolicy(remat="full", microbatches=2, chunks=4), donate_argnames="state")
     assert_type(step(state, batch), tuple[State, Metrics])
     assert_type(step(state, batch, rate=0.2), tuple[State, Metrics])
     step(batch, state)  # pyright: ignore[reportArgumentType]

@@ -80,6 +80,22 @@ def evaluate(jaxpr: Any, arguments: Sequence[Any]) -> list[Any]:
     return [_as_array(result, atom.aval) for result, atom in zip(results, jaxpr.outvars, strict=True)]
 
 
+def evaluate_equation(eqn: Any, operands: Sequence[Any], **changed: Any) -> list[Any]:
+    """The results of an equation for other operands, perhaps of other shapes: with its settings, its scope and its source line.
+
+    Args:
+        eqn: Its literals stay.
+        operands: In the order of its own; those of literals are not read.
+        **changed: Parameters that are other ones.
+    """
+    invars = [atom if isinstance(atom, core.Literal) else core.Var(atom.aval) for atom in eqn.invars]
+    given = [pair for pair in zip(invars, operands, strict=True) if not isinstance(pair[0], core.Literal)]
+    one = eqn.replace(invars=invars, params={**eqn.params, **changed})
+    empty = jax.make_jaxpr(lambda: ())()
+    jaxpr = derive(empty, invars=[var for var, _ in given], outvars=eqn.outvars, eqns=[one])
+    return evaluate(jaxpr, [value for _, value in given])
+
+
 def evaluate_closed(closed: Any, arguments: Sequence[Any]) -> list[Any]:
     """The results of a traced function for other arguments, its constants included, without tracing it again."""
     results = core.jaxpr_as_fun(closed)(*arguments)

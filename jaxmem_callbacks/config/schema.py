@@ -36,6 +36,7 @@ from jaxmem_callbacks.records.policies import (
     REMAT_SYNONYMS,
     SHARDING_SYNONYMS,
     StepPolicy,
+    canonical_chunks,
     canonical_remat,
     canonical_sharding,
 )
@@ -131,6 +132,22 @@ _OPTIONS_SCHEMA: dict[str, Any] = {
 _OPTIONS: Any = Annotated[
     Any, AfterValidator(lambda given: compiler_options_from(given).written), WithJsonSchema(_OPTIONS_SCHEMA)
 ]
+_CHUNKS_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "integer", "minimum": 1},
+        {"type": "object", "additionalProperties": {"type": "integer", "minimum": 1}, "minProperties": 1},
+        {
+            "type": "array",
+            "items": {
+                "type": "array",
+                "prefixItems": [{"type": "string"}, {"type": "integer", "minimum": 1}],
+                "minItems": 2,
+                "maxItems": 2,
+            },
+            "minItems": 1,
+        },
+    ]
+}
 _SEGMENTS: Any = Annotated[int, Field(ge=1)] | Literal["blocks"]
 _SHARDING: Any = Annotated[Any, AfterValidator(canonical_sharding), WithJsonSchema(_SHARDING_SCHEMA)]
 # Fields whose YAML form is not that of their Python type.
@@ -141,6 +158,7 @@ _TYPES: dict[str, Any] = {
     "policy.segments": _SEGMENTS | None,
     "policy.sharding": _SHARDING | None,
     "policy.compiler_options": _OPTIONS | None,
+    "policy.chunks": Annotated[Any, AfterValidator(canonical_chunks), WithJsonSchema(_CHUNKS_SCHEMA)],
     "monitor.limit_bytes": _size_type(1) | None,
     "monitor.fragmentation_min_bytes": _size_type(0),
     "monitor.growth_min_bytes": _size_type(1),
@@ -154,6 +172,7 @@ _EXPECTED: dict[str, str] = {
     "description": "a text",
     "policy.remat": f"one of: {', '.join(sorted(REMAT_SYNONYMS))}",
     "policy.segments": "a whole number of at least 1, blocks, or null",
+    "policy.chunks": "a whole number of at least 1, or numbers by scope such as {head: 16, mlp: 4}",
     "policy.sharding": f"one of: {', '.join(sorted(SHARDING_SYNONYMS))}; or rules such as {{embed: fsdp, mlp: tensor}}",
     "policy.compiler_options": (
         "options with the platform and the JAX line that they are for, such as "

@@ -65,6 +65,9 @@ SHARDING_SYNONYMS: dict[str, tuple[str, ...]] = {
 # Under these the weights are divided over the axis of the batch, so that a loop gathers what it uses.
 GATHERED = ("fsdp", "fsdp_tensor")
 _SHARDING_WORDS = {word: name for name, synonyms in SHARDING_SYNONYMS.items() for word in (name, *synonyms)}
+# The part of a loss that a plain number of chunks means.
+HEAD = "head"
+Chunks = tuple[tuple[str, int], ...]
 MeshAxes = str | tuple[str, ...] | None
 ShardingRules = tuple[tuple[str, MeshAxes], ...]
 
@@ -104,6 +107,36 @@ def canonical_sharding(value: Any) -> str | ShardingRules:
         msg = f"sharding={value!r}: {_SHARDING_EXPECTED}"
         raise PolicyError(msg)
     return tuple(_sharding_rule(pair) for pair in cast("tuple[Any, ...]", pairs))
+
+
+def canonical_chunks(value: Any) -> int | Chunks:
+    """The one spelling of chunks: a number for the head alone, else pairs of a part of the loss and a number.
+
+    Args:
+        value: A number; a mapping from parts to numbers; or the same as pairs.
+
+    Raises:
+        PolicyError: neither; the message shows both.
+    """
+    if _is_whole(value) and value >= 1:
+        return value
+    pairs: Any = tuple(cast("Mapping[Any, Any]", value).items()) if isinstance(value, Mapping) else value
+    if isinstance(pairs, list | tuple) and pairs and all(map(_is_chunk, cast("Any", pairs))):
+        found = tuple((str(path).strip("/"), int(count)) for path, count in cast("Any", pairs))
+        return found[0][1] if [path for path, _ in found] == [HEAD] else found
+    msg = (
+        f"chunks={value!r}: expected a whole number of at least 1 for the head of the loss, or numbers by scope such as "
+        "{'head': 16, 'mlp': 4}."
+    )
+    raise PolicyError(msg)
+
+
+def _is_chunk(pair: Any) -> bool:
+    """Whether something is a part of a loss and a number."""
+    if not isinstance(pair, list | tuple) or len(cast("Any", pair)) != 2:  # noqa: PLR2004 - a pair
+        return False
+    path, count = cast("tuple[Any, Any]", tuple(cast("Any", pair)))
+    return isinstance(path, str) and bool(path.strip("/")) and _is_whole(count) and count >= 1
 
 
 _SHARDING_EXPECTED = (
@@ -146,6 +179,8 @@ class StepPolicy:
             takes them out of the trace, and the policy replaces them, also where ``remat`` is ``none``.
         microbatches: Number of slices of the batch over which gradients are accumulated, so that the activations of one
             live at a time; 1 takes the batch whole.
+        chunks: Number of chunks in which the head of the loss is computed, such as the logits of a large vocabulary and what
+            comes behind them; or numbers by part of the loss, ``head`` or a scope such as ``mlp``. 1 computes all at once.
         donate: ``auto`` (every argument that the step returns updated), argument names, an empty tuple for none, or
             None where nothing was given (``jit_step`` then takes ``auto``).
         sharding: Where the state lies on a mesh: ``replicate``, ``zero1`` (optimizer state sharded), ``fsdp`` (parameters
@@ -163,6 +198,7 @@ class StepPolicy:
     offload: tuple[str, ...] = ()
     own_checkpoints: Literal["keep", "replace"] = "keep"
     microbatches: int = 1
+    chunks: int | Mapping[str, int] | Chunks = 1
     donate: Literal["auto"] | tuple[str, ...] | None = None
     sharding: str | ShardingRules | None = None
     compiler_options: CompilerOptions | Mapping[str, OptionValue] | None = None
@@ -186,6 +222,7 @@ class StepPolicy:
         if not _is_whole(self.microbatches) or self.microbatches < 1:
             msg = f"microbatches={self.microbatches!r}: expected a whole number of at least 1, where 1 takes the batch whole."
             raise PolicyError(msg)
+        object.__setattr__(self, "chunks", canonical_chunks(self.chunks))
         self._check_remat()
 
     def _check_remat(self) -> None:
@@ -240,14 +277,24 @@ class StepPolicy:
         return (*self.offload, *(["dots"] if self.remat == "offload_dot_with_no_batch_dims" else []))
 
     @property
+    def chunked(self) -> Chunks:
+        """The parts of the loss that are computed in several chunks, with their numbers."""
+        pairs = ((HEAD, self.chunks),) if isinstance(self.chunks, int) else cast("Chunks", self.chunks)
+        return tuple((path, count) for path, count in pairs if count > 1)
+
+    @property
     def changes_gradients(self) -> bool:
         """Whether the policy acts inside ``jm.value_and_grad`` (and so needs the step to call it)."""
-        return self.remat != "none" or self.own_checkpoints == "replace" or self.microbatches > 1
+        return self.microbatches > 1 or self._acts_on_loss
+
+    @property
+    def _acts_on_loss(self) -> bool:
+        return self.remat != "none" or self.own_checkpoints == "replace" or bool(self.chunked)
 
     @property
     def rewrites_loss(self) -> bool:
-        """Whether a loss may be traced and written anew: for remat and own checkpoints, or to gather what a sharding divides."""
-        return self.remat != "none" or self.own_checkpoints == "replace" or self.sharding in GATHERED
+        """Whether a loss may be traced and written anew: for what acts on it, or to gather what a sharding divides."""
+        return self._acts_on_loss or self.sharding in GATHERED
 
 
 def _is_whole(value: object) -> bool:
@@ -298,7 +345,7 @@ def own_checkpoints_words(found: Sequence[OwnCheckpoint]) -> str:
 
 def gradient_words(policy: StepPolicy) -> str:
     """What of a policy acts on gradients, such as ``remat='full', microbatches=4``."""
-    plain, names = StepPolicy(), ("remat", "own_checkpoints", "microbatches")
+    plain, names = StepPolicy(), ("remat", "own_checkpoints", "microbatches", "chunks")
     return ", ".join(f"{name}={value!r}" for name in names if (value := getattr(policy, name)) != getattr(plain, name))
 
 
@@ -318,6 +365,7 @@ def policy_words(policy: StepPolicy) -> str:
         words.append("own checkpoints replaced")
     if policy.microbatches > 1:
         words.append(f"{policy.microbatches} microbatches")
+    words += [f"{path} in {count} chunks" for path, count in policy.chunked]
     if policy.donate is not None:
         words.append("donating" if policy.donate == "auto" else f"donating {', '.join(policy.donate) or 'nothing'}")
     words += [] if policy.options is None else [policy.options.words]

@@ -27,6 +27,7 @@ from jaxmem_callbacks.transforms.tracing import (
     Equations,
     flatten,
     has_own_checkpoint,
+    is_chunked,
     reports_inside,
     side_effects,
     variables,
@@ -306,7 +307,7 @@ def is_layer_scan(eqn: Any, enough: int) -> bool:
 
     A body that itself holds a loop or branch which reports is left as it is: its reports would come twice.
     """
-    if eqn.primitive.name != "scan" or has_own_checkpoint(eqn):
+    if eqn.primitive.name != "scan" or has_own_checkpoint(eqn) or is_chunked(eqn):
         return False
     if side_effects(eqn) and any(map(reports_inside, flatten(eqn.params["jaxpr"], hoist_constants=False).eqns)):
         return False
@@ -321,7 +322,8 @@ class LossProfile:
         flat: The loss, without the equations of its cheap values.
         cheap: Values that are made again where they are used.
         loops: Equations that are loops over layers: their bodies get checkpoints.
-        whole: Equations that are left as they are: their author's checkpoints, and loops and branches that report.
+        whole: Equations that are left as they are: their author's checkpoints, loops over chunks, and loops and
+            branches that report.
         live: Bytes along the equations, without what the loops over layers hold and store.
     """
 
@@ -345,7 +347,7 @@ def profile_loss(flat: Equations, cheap: CheapValues, kept_bytes: int | None = N
     residuals = residual_bytes(eqns, resident)
     least = small_part(residuals.sum() if kept_bytes is None else kept_bytes)
     loops = tuple(index for index, eqn in enumerate(eqns) if is_layer_scan(eqn, least))
-    alone = {*loops, *(index for index, eqn in enumerate(eqns) if has_own_checkpoint(eqn) or reports_inside(eqn))}
+    alone = {*loops, *(index for index, eqn in enumerate(eqns) if _stays(eqn))}
     backward = backward_bytes(eqns, resident)
     lives = lives_of(eqns, flat.outvars)
     spans = [(nbytes(var), first, last, backward.needed_until(var)) for var, first, last in lives]
@@ -360,6 +362,11 @@ def profile_loss(flat: Equations, cheap: CheapValues, kept_bytes: int | None = N
         last_product=backward.last_product,
     )
     return LossProfile(flat=flat, cheap=cheap, loops=loops, whole=frozenset(alone.difference(loops)), live=live)
+
+
+def _stays(eqn: Any) -> bool:
+    """Whether an equation is left as it is: its author's checkpoint, a loop over chunks, or one that reports inside."""
+    return has_own_checkpoint(eqn) or is_chunked(eqn) or reports_inside(eqn)
 
 
 def small_part(kept_bytes: float) -> int:

@@ -25,6 +25,7 @@ from jaxmem_callbacks.transforms.checkpoints import (
     require_names,
     require_offloaded,
 )
+from jaxmem_callbacks.transforms.chunks import in_chunks
 from jaxmem_callbacks.transforms.costs import copies, residual_bytes
 from jaxmem_callbacks.transforms.cuts import choose
 from jaxmem_callbacks.transforms.frameworks import framework_of, refuse_framework_objects
@@ -121,12 +122,13 @@ def rematerialised(
     """
     mesh = gathering_mesh(policy) if policy.sharding in GATHERED else None
     replaces = policy.own_checkpoints == "replace"
-    if policy.remat == "none" and mesh is None and not replaces:
+    is_as_written = policy.remat == "none" and not replaces and not policy.chunked
+    if is_as_written and mesh is None:
         return loss
 
     @functools.wraps(loss)
     def cheaper_loss(*args: Any, **kwargs: Any) -> Any:
-        if policy.remat == "none" and not replaces and framework_of(args, kwargs) is not None:
+        if is_as_written and framework_of(args, kwargs) is not None:
             return loss(*args, **kwargs)
         refuse_framework_objects(args, kwargs)
         arrays, join = split_arrays((args, kwargs))
@@ -141,7 +143,7 @@ def rematerialised(
         if replaces:
             written, closed = closed, without_checkpoints(closed)
             _note_replaced(loss, was_replaced=closed is not written)
-        flat = flatten(closed)
+        flat = in_chunks(flatten(closed), policy)
         places = {} if weights is None or mesh is None else gathered_places(weights(args), policy, mesh)
         mine = list(zip(flat.invars[len(flat.consts) :], arrays, strict=True))
         divided = {var: places[id(array)] for var, array in mine if id(array) in places}
@@ -152,6 +154,8 @@ def rematerialised(
             jaxpr = cut_equations(flat, policy, gathers, differentiated or None)
         elif not any(map(side_effects, flat.eqns)) and (gathered := gathering_loops(flat, divided, mesh)) is not flat:
             jaxpr = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=gathered.eqns)
+        elif policy.chunked:
+            jaxpr = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=flat.eqns)
         elif replaces:
             return result.join(evaluate_closed(closed, arrays))
         else:

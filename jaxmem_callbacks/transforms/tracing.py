@@ -316,9 +316,22 @@ def is_checkpoint(eqn: Any) -> bool:
     return eqn.primitive.name in CHECKPOINTS
 
 
+def keep_nothing(*_: Any, **__: Any) -> bool:
+    """The checkpoint policy of a loop over chunks, by which its checkpoint is known."""
+    return False
+
+
+def is_chunked(eqn: Any) -> bool:
+    """Whether an equation is a loop over the chunks that a policy asked for."""
+    inner = (each for body in subjaxprs(eqn) for each in body.eqns) if eqn.primitive.name == "scan" else ()
+    return any(each.params.get("policy") is keep_nothing for each in inner)
+
+
 def has_own_checkpoint(eqn: Any) -> bool:
     """Whether an equation is checkpointed by its author, or is a loop whose body is."""
-    return is_checkpoint(eqn) or any(has_own_checkpoint(inner) for body in subjaxprs(eqn) for inner in body.eqns)
+    if is_checkpoint(eqn):
+        return eqn.params.get("policy") is not keep_nothing
+    return any(has_own_checkpoint(inner) for body in subjaxprs(eqn) for inner in body.eqns)
 
 
 def checkpointed_functions(eqns: Iterable[Any]) -> frozenset[Any]:
