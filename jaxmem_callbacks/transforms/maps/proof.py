@@ -119,12 +119,12 @@ def _proved(eqn: Any, places: dict[Any, Result], asked: Passing | None, *, has_r
     )
     if any(at == SUM for at in given):
         raise refusal(eqn, "needs a sum over all positions")
-    first = next((place for place, at in enumerate(given) if at is not None), None)
+    first = next(((place, at) for place, at in enumerate(given) if isinstance(at, Place)), None)
     made = next(((place, at) for place, at in enumerate(outs) if isinstance(at, Place)), None)
     if first is not None and eqn.primitive.name in _BODIES:
         step = _BODIES[eqn.primitive.name][0](eqn, [at if isinstance(at, Place) else None for at in given], has_rules)
     elif first is not None:
-        step = Mapped(eqn, *from_operand(eqn, first, place_of(eqn, given[first])))
+        step = Mapped(eqn, *from_operand(eqn, *first))
     elif made is not None and eqn.primitive.name not in _BODIES:
         step = Mapped(eqn, *from_result(eqn, *made))
     else:
