@@ -66,8 +66,8 @@ def private_words() -> float:
 
 
 MEASURES = {
-    # Five of them for the memory page: a run over time, its reader while it goes on, the model, the page, the tab. Five for chunks: maps
-    # of equations, their proof, their evaluation, the loops made of them, and what a plan tries.
+    # Five are of the memory page: a run over time, its reader while it goes on, the model, the page, the tab. Five of chunks:
+    # maps of equations, their proof, their evaluation, the loops made of them, and what a plan tries.
     "files": (lambda: len(sources()), 209),
     "small files": (small_files, 5),
     "share of modules with one importer": (importers_of_one, 0.235),
