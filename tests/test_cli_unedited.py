@@ -7,12 +7,14 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -22,6 +24,7 @@ from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import reach_step
 from jaxmem_callbacks.cli.source import is_unedited
 from jaxmem_callbacks.records.errors import ScriptError
+from tests.pasting import pasted, run
 from tests.processes import EMITTED_QUICKLY
 from tests.target_step import needs_compiler
 from tests.unedited_scripts import SCRIPTS, TWO, written
@@ -421,3 +424,24 @@ def test_a_decorator_above_a_jit_is_not_jitted(tmp_path: Path, capsys: Any) -> N
     told = capsys.readouterr().out
     assert "jm.jit_step(" not in told.partition("To train so:")[2]
     assert "# Wrap the jit of train_step by jm.jit_step with this policy, where it is made" in told
+
+
+@pytest.mark.parametrize(
+    ("saved", "key"), [("", "train.policy"), ("plan.yaml", "train.preset"), ("plan.json", "train.load_plan")]
+)
+def test_the_policy_of_a_step_without_a_name_is_read_as_it_was_saved(
+    saved: str, key: str, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save = ["--save", saved] if saved else []
+    microbatches = ["--budget", "2MiB", "--search", "microbatches=4"]
+    assert main(["plan", written(tmp_path, DECORATED), *microbatches, *save]) == 0
+    told = capsys.readouterr().out
+    lines = textwrap.dedent(told.partition("To train so:\n")[2].partition("# Wrap the jit")[0])
+    assert all(pasted(each, told) in lines for each in ("train.named", key))
+    policy = run(lines)["policy"]
+    edited = DECORATED.replace("@jax.jit", "@(lambda step: jm.jit_step(jax.jit(step), policy))")
+    step, plain = run(edited.replace("jax.grad", "jm.grad"), jm=jm, policy=policy), run(DECORATED)
+    assert jm.step_memory(step["train_step"].__wrapped__, step["params"], jnp.ones((1024, 64))).step_bytes < 2 * 2**20
+    for ours, theirs in zip(step["params"], plain["params"], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)

@@ -51,9 +51,7 @@ def lines_to_train(plan: Plan, saved: Path | None, seen: TraceLog | None = None)
 def _around(plan: Plan, saved: Path | None, trainer: str) -> list[str]:
     """Where a package jits the step: the policy goes around what the script calls."""
     rows = [] if plan.chosen.batch_rows is None else [f"# the batch has {plan.chosen.batch_rows} rows"]
-    before, policy = [], _policy(plan, saved)
-    if saved is not None and saved.suffix == WHOLE:
-        before, policy = [_loaded(saved)], "plan.policy"
+    before, policy = _policy(plan, saved)
     line = advise("train.around", call=trainer, policy=policy)
     after = f"# and call trained in place of {trainer}"
     return ["import jaxmem_callbacks as jm", *_started(plan), *rows, *before, line, after]
@@ -61,10 +59,11 @@ def _around(plan: Plan, saved: Path | None, trainer: str) -> list[str]:
 
 def _without_name(plan: Plan, saved: Path | None) -> list[str]:
     """The policy alone: no line can replace what the script calls."""
-    named = advise("train.named", policy=_policy(plan, saved))
+    before, policy = _policy(plan, saved)
     return [
         *_started(plan),
-        named,
+        *before,
+        advise("train.named", policy=policy),
         f"# Wrap the jit of {plan.record.step} by jm.jit_step with this policy, where it is made",
     ]
 
@@ -73,13 +72,13 @@ def _loaded(saved: Path) -> str:
     return advise("train.load_plan", saved=saved)
 
 
-def _policy(plan: Plan, saved: Path | None) -> str:
-    """The chosen policy in code."""
-    return (
-        advise("train.policy", settings=_arguments(plan.policy))
-        if saved is None
-        else advise("train.preset", saved=saved)
-    )
+def _policy(plan: Plan, saved: Path | None) -> tuple[list[str], str]:
+    """The chosen policy in code, after the line that loads it where the whole plan was saved."""
+    if saved is None:
+        return [], advise("train.policy", settings=_arguments(plan.policy))
+    if saved.suffix == WHOLE:
+        return [_loaded(saved)], "plan.policy"
+    return [], advise("train.preset", saved=saved)
 
 
 def _wrapped(made: tuple[str, str], policy: str) -> str:
@@ -98,7 +97,7 @@ def _by_whole_plan(plan: Plan, saved: Path, made: tuple[str, str]) -> list[str]:
 
 
 def _by_policy(plan: Plan, saved: Path | None, made: tuple[str, str]) -> list[str]:
-    policy = _policy(plan, saved)
+    _, policy = _policy(plan, saved)
     before, placed = _started(plan), _placed(plan, "policy")
     if before and saved is not None:  # the preset has it
         before, placed = [], [f"{advise('environment.apply', preset='policy')}  # above the first use of JAX", *placed]

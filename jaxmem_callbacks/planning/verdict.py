@@ -230,10 +230,11 @@ def note_donation(queue: CompileQueue, entry: Entry, donation: Any, undonated: S
     problem = entry.compiler.problem
     limit = problem.budget.bytes
     is_enough = entry.candidate.fits is False and limit is not None and donating + problem.resident_bytes <= limit
+    before, after = format_bytes(compiled), format_bytes(donating)
+    figures = f": {after} in place of {before}" if after != before else f" of {before}"
     words = (
-        f"{names}: returned updated and not donated. Donating would save {format_bytes(compiled - donating)}: "
-        f"{format_bytes(donating)} in place of {format_bytes(compiled)}, compiled{', and it fits' if is_enough else ''}. "
-        f"{_line(entry, tuple(undonated))}"
+        f"{names}: returned updated and not donated. Donating would save {format_bytes(compiled - donating)}{figures}, "
+        f"compiled{', and it fits' if is_enough else ''}. {_line(entry, tuple(undonated))}"
     )
     if is_enough:
         return words

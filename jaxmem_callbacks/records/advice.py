@@ -248,6 +248,7 @@ _SHARDING = (
 
 # Lines to train by a plan
 
+_UNNAMED = "tests/test_cli_unedited.py::test_the_policy_of_a_step_without_a_name_is_read_as_it_was_saved"
 _TRAIN = (
     Advice(
         key="train.wrap",
@@ -282,21 +283,30 @@ _TRAIN = (
         trigger="a plan chose a policy and places",
         text="policy = {policy}",
         proof=Proof.TRAINED,
-        tests=("tests/test_advice_calls.py::test_the_lines_of_a_plan_with_places_are_pasted",),
+        tests=(
+            "tests/test_advice_calls.py::test_the_lines_of_a_plan_with_places_are_pasted",
+            _UNNAMED,
+        ),
     ),
     Advice(
         key="train.preset",
         trigger="such a plan was saved as a preset",
         text='jm.load_preset("{saved}")',
         proof=Proof.TRAINED,
-        tests=("tests/test_advice_plans.py::test_the_lines_to_train_are_pasted_as_printed",),
+        tests=(
+            "tests/test_advice_plans.py::test_the_lines_to_train_are_pasted_as_printed",
+            _UNNAMED,
+        ),
     ),
     Advice(
         key="train.load_plan",
         trigger="such a plan was saved whole",
         text='plan = jm.load_plan("{saved}")',
         proof=Proof.TRAINED,
-        tests=("tests/test_advice_plans.py::test_the_lines_to_train_are_pasted_as_printed",),
+        tests=(
+            "tests/test_advice_plans.py::test_the_lines_to_train_are_pasted_as_printed",
+            _UNNAMED,
+        ),
     ),
     Advice(
         key="train.monitor",
