@@ -50,6 +50,7 @@ EXPECTED = {
     "remat": ("yes or no", "remat=no"),
     "own_checkpoints": ("the key alone, yes or no", "own_checkpoints"),
     "offload": ("the key alone, yes or no", "offload"),
+    "chunks": ("the key alone, yes or no", "chunks"),
     "microbatches": (
         "whole numbers of at least 1 with commas between, or the key alone for every power of two that divides the rows",
         "microbatches=2,4",
@@ -74,7 +75,8 @@ def add_search_argument(parser: argparse.ArgumentParser) -> None:
         metavar="KEY[=VALUE]",
         action="append",
         default=[],
-        help="what else may be varied: microbatches=2,4  sharding=zero1,fsdp  donate  offload  own_checkpoints  batch=largest  "
+        help="what else may be varied: microbatches=2,4  sharding=zero1,fsdp  donate  offload  chunks  own_checkpoints  "
+        "batch=largest  "
         "batch.multiple_of=8  batch.at_most=512  remat=no; a key alone means all of it; may be given several times",
     )
 

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxmem_callbacks.planning.bisect import last_that_fits
 from jaxmem_callbacks.planning.candidate_policies import MOST_POLICIES, cuts_moved, offloading_policies
 from jaxmem_callbacks.planning.choice import chosen, rank
+from jaxmem_callbacks.planning.chunk_candidates import MOST_CHUNKS, ChunkSearch
 from jaxmem_callbacks.planning.compiles import MOST_OF_REMAT, CompileQueue, Compiler, Entry
 from jaxmem_callbacks.planning.problem import (
     Held,
@@ -365,7 +366,8 @@ def run_search(parsed: ParsedRequest, counts: Sequence[int], queue: CompileQueue
     rows = find_rows(problem, traced, space.batch.argnames) if space.batch is not None else None
     ways = list(layouts(problem, traced, space, parsed.mesh, queue.results.note)) if divided else [problem]
     cut = list[Compiler]()
-    staying = queue.at_most(queue.remaining - (MOST_POLICIES if space.offload and space.batch is None else 0))
+    reserved = MOST_POLICIES * space.offload + MOST_CHUNKS * space.chunks if space.batch is None else 0
+    staying = queue.at_most(queue.remaining - reserved)
     try:
         if space.batch is not None and rows is not None:
             placed = (_with_coresident(parsed, way, queue) for way in ways)
@@ -403,6 +405,9 @@ def _one_of(parts: int, queue: CompileQueue) -> CompileQueue:
 def _use_the_rest(parsed: ParsedRequest, counts: Sequence[int], queue: CompileQueue, cut: Sequence[Compiler]) -> None:
     """Offload for the best placement, then what was cut off, then offload for the others, then the frontiers."""
     space, entries = parsed.space, queue.results.entries
+    if space.chunks:
+        for compiler in _best_first(queue)[:1]:
+            ChunkSearch(compiler, queue).run(remat=space.remat)
     if space.offload:
         offload(_best_first(queue)[:1], queue)
     resume(cut, counts, queue, remat=space.remat)

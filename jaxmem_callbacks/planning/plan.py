@@ -126,7 +126,7 @@ def make_plan(
             counts = _counts(parsed, results)
             compared = _compared(parsed, counts, results)
             counts = () if compared is None else counts
-            if not (divided or counts or parsed.space.offload or space.batch is not None):
+            if not (divided or counts or parsed.space.offload or space.chunks or space.batch is not None):
                 queue = replace(queue, budget=CompileBudget(MOST_OF_REMAT + replaces))
             queue = replace(queue, check=check)
             run_search(parsed, counts, queue.at_most(queue.budget.limit - bool(undonated) - replaces))

@@ -183,7 +183,7 @@ def _attached() -> tuple[int | None, str]:
 
 # What is tried for `"sharding": True`; the last needs a second mesh axis.
 SHARDINGS = tuple(SHARDING_SYNONYMS)
-_KEYS = ("remat", "own_checkpoints", "offload", "microbatches", "donate", "sharding", "batch")
+_KEYS = ("remat", "own_checkpoints", "offload", "microbatches", "chunks", "donate", "sharding", "batch")
 _BATCH_KEYS = ("multiple_of", "at_most", "argnames")
 _EXAMPLE = 'search={"microbatches": [1, 2, 4], "sharding": True, "batch": {"multiple_of": 8, "at_most": 512}}'
 
@@ -211,6 +211,7 @@ class Space:
         remat: Whether remat is searched.
         own_checkpoints: Whether policies stand in the place of the checkpoints that the loss has already.
         offload: Whether what waits between the passes may be moved into host memory.
+        chunks: Whether the head of the loss, or what a `vmap` maps, may be computed in chunks.
         microbatches: Numbers to try besides 1, ascending; ``all`` for powers of two that divide the rows.
         donate: Whether the plan may donate what the step's own word does not.
         sharding: What to try for the state, in this order; None where it was left open.
@@ -220,6 +221,7 @@ class Space:
     remat: bool = True
     own_checkpoints: bool = False
     offload: bool = False
+    chunks: bool = False
     microbatches: tuple[int, ...] | Literal["all"] = ()
     donate: bool = False
     sharding: tuple[str | ShardingRules, ...] | None = None
@@ -230,8 +232,8 @@ def parse_search(search: Any) -> Space:
     """What ``search=`` means.
 
     Args:
-        search: None, or a mapping with some of the keys ``remat``, ``offload``, ``microbatches``, ``donate``, ``sharding``
-            and ``batch``.
+        search: None, or a mapping with some of the keys ``remat``, ``offload``, ``chunks``, ``microbatches``, ``donate``,
+            ``sharding`` and ``batch``.
 
     Raises:
         PlanError: an unknown key (with the nearest), a value that is none for its key, or offload without remat.
@@ -249,6 +251,7 @@ def parse_search(search: Any) -> Space:
         remat=_switch(given, "remat", default=True),
         own_checkpoints=_switch(given, "own_checkpoints", default=False),
         offload=_switch(given, "offload", default=False),
+        chunks=_switch(given, "chunks", default=False),
         microbatches=_microbatches(given.get("microbatches", ())),
         donate=_switch(given, "donate", default=False),
         sharding=_shardings(given.get("sharding")),

@@ -10,6 +10,7 @@ import jax
 
 from jaxmem_callbacks.environment.process import FRACTION
 from jaxmem_callbacks.planning.candidate_policies import cuts_moved
+from jaxmem_callbacks.planning.chunk_candidates import FIRST_CHUNKS, largest_value
 from jaxmem_callbacks.planning.compiles import CompileQueue, CompileResults, Entry
 from jaxmem_callbacks.planning.problem import (
     ParsedRequest,
@@ -78,10 +79,12 @@ def searches(parsed: ParsedRequest, results: CompileResults) -> tuple[str, ...]:
     ways = {
         "microbatches=2,4": replace(problem.base, microbatches=2),
         "offload": cuts_moved(problem.base),
+        "chunks": replace(problem.base, chunks=FIRST_CHUNKS),
     }
     looked_at = {
         "microbatches=2,4": any(each.microbatches > 1 for each in tried) or "microbatches" in about,
         "offload": problem.platform == "cpu" or any(each.offload for each in tried) or "offload" in about,
+        "chunks": any(each.chunked for each in tried),
     }
     return tuple(
         advise("plan.search", search=way)
@@ -103,7 +106,9 @@ def _can_be_had(parsed: ParsedRequest, policy: StepPolicy) -> bool:
     step, kwargs = problem.step(policy), dict(problem.kwargs)
     try:
         with problem.in_mesh(), traced_with_rows(f"{problem.name} under {policy}"):
-            step.traced(problem.args, kwargs)
+            traced = step.traced(problem.args, kwargs)
+            if policy.chunked and 2 * largest_value(traced.jaxpr) > largest_value(parsed.traced.jaxpr):
+                return False  # the head is not what is large
             if policy.microbatches > 1:
                 step.compare(problem.args, kwargs)
     except JaxmemError:

@@ -369,10 +369,13 @@ _PLANS = (
     ),
     Advice(
         key="plan.search",
-        trigger="nothing fits, and microbatches or offload were not tried and can be had",
+        trigger="nothing fits, and microbatches, offload or chunks were not tried and can be had",
         text="--search {search}",
         proof=Proof.COMPILED,
-        tests=("tests/test_plan_verdict.py::test_a_search_that_is_printed_can_be_had_and_needs_less",),
+        tests=(
+            "tests/test_plan_verdict.py::test_a_search_that_is_printed_can_be_had_and_needs_less",
+            "tests/test_plan_chunks.py::test_chunks_that_are_proposed_can_be_had_and_fit",
+        ),
     ),
 )
 
