@@ -24,6 +24,7 @@ from jaxmem_callbacks.analysis.figures import (
 from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
 from jaxmem_callbacks.analysis.timeline import Timeline
 from jaxmem_callbacks.records.arrays import HeapMap
+from jaxmem_callbacks.records.peaks import Peak, StepSchedule
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.runs import (
@@ -408,6 +409,8 @@ class ProgramSummary:
         signature: What its largest compile was for.
         changed: What differed at its recompilations, the first ones.
         unavailable: Why ``memory`` is None.
+        peak: What makes the peak of its largest compile, or None.
+        schedule: Bytes over the step of its largest compile, or None.
     """
 
     compiles: int = 0
@@ -415,6 +418,8 @@ class ProgramSummary:
     signature: tuple[tuple[str, str], ...] = ()
     changed: tuple[str, ...] = ()
     unavailable: str | None = None
+    peak: Peak | None = None
+    schedule: StepSchedule | None = None
 
     def after(self, compiled: Compilation) -> ProgramSummary:
         """The same with one more compile; of several the one that needs most is kept, since all of them may run again."""
@@ -424,7 +429,12 @@ class ProgramSummary:
             reason = compiled.unavailable if own is None else None
             return replace(self, compiles=self.compiles + 1, changed=changed, unavailable=reason or self.unavailable)
         return ProgramSummary(
-            compiles=self.compiles + 1, memory=new, signature=compiled.signature, changed=changed, unavailable=None
+            compiles=self.compiles + 1,
+            memory=new,
+            signature=compiled.signature,
+            changed=changed,
+            peak=compiled.peak,
+            schedule=compiled.schedule,
         )
 
 

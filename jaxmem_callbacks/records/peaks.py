@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from jaxmem_callbacks.records.buffers import Buffer
 from jaxmem_callbacks.records.documents import Document, Table, aligned, as_text
-from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.records.terminal import console_width
 from jaxmem_callbacks.records.units import format_bytes
 
@@ -199,6 +199,42 @@ class Peak:
             return ""
         shape = short_shape(first.shape)
         return f"{shape} {short_operation(first.operation or '', room - len(shape) - 1)}".strip()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepBlock:
+    """One stretch of memory from where its value is made to that value's last use.
+
+    Attributes:
+        first: Position in the flattened schedule where it begins to live; loop bodies stand there once.
+        last: Position of its last use.
+        base: Where it lies: bytes below it, what is held throughout among them.
+        buffer: What it holds.
+    """
+
+    first: int
+    last: int
+    base: int
+    buffer: Buffer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSchedule:
+    """A program's bytes over its schedule.
+
+    Attributes:
+        length: Positions in the schedule.
+        peak_at: The one where its temporaries take most.
+        held_bytes: Arguments, results and constants, which are held throughout.
+        curve: Position -> bytes from there on, the highest of each stretch.
+        blocks: The largest by bytes and time.
+    """
+
+    length: int
+    peak_at: int
+    held_bytes: int
+    curve: tuple[tuple[int, int], ...]
+    blocks: tuple[StepBlock, ...] = ()
 
 
 def peak_of(buffers: Iterable[Buffer], *, basis: str = AT_THE_PEAK, moment: str | None = None) -> Peak:

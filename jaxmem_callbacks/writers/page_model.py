@@ -17,8 +17,9 @@ from jaxmem_callbacks.analysis.run_summary import ProgramSummary, RunSummary, pl
 from jaxmem_callbacks.analysis.timeline import ArraysAt, Curve, Stretch, thinned
 from jaxmem_callbacks.config.presets import preset_to_yaml
 from jaxmem_callbacks.records.arrays import HeapMap
+from jaxmem_callbacks.records.buffers import Buffer
 from jaxmem_callbacks.records.documents import Block, as_blocks
-from jaxmem_callbacks.records.peaks import CONSTANTS, RESULTS, TEMPORARIES, Peak
+from jaxmem_callbacks.records.peaks import CONSTANTS, RESULTS, TEMPORARIES, Peak, StepSchedule
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.programs import ProgramMemory
@@ -248,8 +249,8 @@ def event_model(number: int, event: MemoryEvent) -> dict[str, Any]:
 
 def _program(name: str, summary: ProgramSummary, plan: PlanRecord | None) -> dict[str, Any]:
     planned = plan.candidates[plan.chosen] if plan is not None and plan.step == name else None
-    peak, source = None, ""
-    if planned is not None:
+    peak, source = summary.peak, "by its compiler's buffer assignment"
+    if peak is None and planned is not None:
         peak = planned.placed_elsewhere or planned.peak
         source = "as it was planned"
     memory = summary.memory
@@ -277,7 +278,33 @@ def _program(name: str, summary: ProgramSummary, plan: PlanRecord | None) -> dic
         found["peak"] = peak_model(peak) | {"source": source}
     elif memory is not None:
         found["peak"] = _parts_model(memory)
+    if summary.schedule is not None:
+        found["step"] = _schedule(summary.schedule)
     return found
+
+
+def _schedule(schedule: StepSchedule) -> dict[str, Any]:
+    return {
+        "length": schedule.length,
+        "peak_at": schedule.peak_at,
+        "held_bytes": schedule.held_bytes,
+        "curve": schedule.curve,
+        "blocks": [
+            {"first": each.first, "last": each.last, "base": each.base, **_buffer(each.buffer)}
+            for each in schedule.blocks
+        ],
+    }
+
+
+def _buffer(each: Buffer) -> dict[str, Any]:
+    return {
+        "group": each.group,
+        "bytes": each.bytes,
+        "shape": each.shape,
+        "operation": each.operation,
+        "source": each.source,
+        **({"why": each.why} if each.why else {}),
+    }
 
 
 def peak_model(peak: Peak) -> dict[str, Any]:
@@ -295,17 +322,7 @@ def peak_model(peak: Peak) -> dict[str, Any]:
             {"name": each.name, "bytes": each.bytes, "padding": each.waste_bytes, "count": each.count}
             for each in peak.groups
         ],
-        "buffers": [
-            {
-                "group": each.group,
-                "bytes": each.bytes,
-                "shape": each.shape,
-                "operation": each.operation,
-                "source": each.source,
-                **({"why": each.why} if each.why else {}),
-            }
-            for each in largest.buffers
-        ],
+        "buffers": [_buffer(each) for each in largest.buffers],
     }
 
 

@@ -213,7 +213,7 @@ def assigned_bytes(serialized: bytes, platform: str) -> int | None:
         platform: ``cpu``, ``gpu``, ``cuda`` or ``tpu``; a TPU's other colors are its small on-chip memories.
     """
     try:
-        every = [value for number, value in _fields(serialized) if number == _ALLOCATIONS]
+        every = [value for number, value in fields_of_message(serialized) if number == _ALLOCATIONS]
         allocations = [_numbers(value) for value in every if isinstance(value, bytes)]
     except (IndexError, ValueError):
         return None
@@ -227,11 +227,11 @@ def assigned_bytes(serialized: bytes, platform: str) -> int | None:
 
 def _numbers(allocation: bytes) -> dict[int, int]:
     """The numbers of one allocation, up to the values that share it, of which a large program has very many."""
-    up_to = itertools.takewhile(lambda field: field[0] <= _COLOR, _fields(allocation))
+    up_to = itertools.takewhile(lambda field: field[0] <= _COLOR, fields_of_message(allocation))
     return {number: value for number, value in up_to if isinstance(value, int)}
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+def fields_of_message(data: bytes) -> Iterator[tuple[int, int | bytes]]:
     """Number and value of each field of one message.
 
     Raises:

@@ -31,6 +31,7 @@ from jaxmem_callbacks.programs.reading.buffer_assignment import (
     read_schedule,
 )
 from jaxmem_callbacks.programs.reading.hlo import Instruction, Module, element_count, parse_module, unpadded_bytes
+from jaxmem_callbacks.records.buffers import Buffer
 from jaxmem_callbacks.records.peaks import (
     AT_THE_PEAK,
     CONSTANTS,
@@ -43,9 +44,10 @@ from jaxmem_callbacks.records.peaks import (
     UNKNOWN,
     WHOLE_HEAP,
     Peak,
+    StepBlock,
+    StepSchedule,
     peak_of,
 )
-from jaxmem_callbacks.records.programs import Buffer
 from jaxmem_callbacks.transforms.arg_roles import kind_of_path
 
 Pass = Literal["forward", "backward", "outside"]
@@ -442,6 +444,7 @@ def _place(value: Value) -> Place:
     return value.name, value.index[0] if value.index else None
 
 
+_Ranked = tuple[tuple[int, bool, tuple[bool, ...]], Value, str | None]
 _Slot = tuple[int, int, int]  # allocation, offset, bytes
 _RANKED = (UNKNOWN, TEMPORARIES, GRADIENTS, SAVED)  # of several values in one place the last of these decides
 _UNINFORMATIVE = {"broadcast", "tuple", "while", "parameter", "custom-call", "constant", "conditional", "call"}
@@ -489,14 +492,28 @@ def read_peak(folder: pathlib.Path, platform: str, arguments: Arguments | None =
     Raises:
         CompileError: there are no such dumps.
     """
-    every = read_allocations(folder)
-    here = device_allocations(every, platform)
     module = parse_module(dump_file(folder, ".txt").read_text("utf-8", "replace"))
-    known = arguments or Arguments()
+    order = read_schedule(folder)
+    return peak_of_allocations(read_allocations(folder), module, arguments or Arguments(), platform, order)[0]
+
+
+def peak_of_allocations(
+    every: tuple[Allocation, ...], module: Module, arguments: Arguments, platform: str, order: dict[int, str]
+) -> tuple[Peak, int]:
+    """What makes the peak of a program whose allocations are known, and the position in the schedule where it is.
+
+    Args:
+        every: All allocations.
+        module: The optimised program.
+        arguments: What its parameters hold.
+        platform: ``cpu``, ``gpu``, ``cuda`` or ``tpu``.
+        order: Position in the flattened schedule -> the instruction there.
+    """
+    here = device_allocations(every, platform)
     temporaries = [allocation for allocation in here if allocation.kind == "temporary"]
     slots = _slots(temporaries)
     position = _peak_position(slots)
-    reader = _Reader(module, known, BufferClassifier(module, known), position)
+    reader = _Reader(module, arguments, BufferClassifier(module, arguments), position)
     beside = [each for each in every if each not in here]
     buffers = [
         *reader.alive(temporaries),
@@ -505,8 +522,66 @@ def read_peak(folder: pathlib.Path, platform: str, arguments: Arguments | None =
         *reader.beside("on-chip", [each for each in beside if each.color != HOST_COLOR]),
     ]
     has_ranges = not slots or any(value.first is not None for values in slots.values() for value in values)
-    moment = reader.moment(read_schedule(folder)) if slots and has_ranges else None
-    return peak_of(buffers, basis=AT_THE_PEAK if has_ranges else WHOLE_HEAP, moment=moment)
+    moment = reader.moment(order) if slots and has_ranges else None
+    return peak_of(buffers, basis=AT_THE_PEAK if has_ranges else WHOLE_HEAP, moment=moment), position
+
+
+_BLOCKS, _CURVE = 160, 400
+
+
+def schedule_of(  # noqa: PLR0913 - what is known of a program, each once
+    every: tuple[Allocation, ...],
+    module: Module,
+    arguments: Arguments,
+    platform: str,
+    *,
+    length: int,
+    peak_at: int,
+) -> StepSchedule:
+    """A program's bytes over its schedule, and its largest blocks.
+
+    Args:
+        every: All allocations.
+        module: The optimised program.
+        arguments: What its parameters hold.
+        platform: ``cpu``, ``gpu``, ``cuda`` or ``tpu``.
+        length: Positions in the schedule.
+        peak_at: The one where its temporaries take most.
+    """
+    here = device_allocations(every, platform)
+    temporaries = [allocation for allocation in here if allocation.kind == "temporary"]
+    held = sum(each.bytes for each in here if each.kind in {"argument", "output", "constant"})
+    bases = [held + sum(each.bytes for each in temporaries[:number]) for number in range(len(temporaries))]
+    spans = [
+        (size, *span, bases[number] + offset, values)
+        for (number, offset, size), values in _slots(temporaries).items()
+        for span in _merged((v.first, v.last) for v in values if v.first is not None and v.last is not None)
+    ]
+    reader = BufferClassifier(module, arguments)
+    blocks: list[StepBlock] = []
+    for size, first, last, base, values in sorted(spans, key=lambda span: -span[0] * (span[2] - span[1] + 1))[:_BLOCKS]:
+        alive = [each for each in values if each.first is not None and first <= each.first <= last]
+        shown = _Reader(module, arguments, reader, peak_at).described(size, alive or values)
+        blocks.append(StepBlock(first=first, last=last, base=base, buffer=shown))
+    return StepSchedule(
+        length=length, peak_at=peak_at, held_bytes=held, curve=_curve(spans, held, length), blocks=tuple(blocks)
+    )
+
+
+def _curve(spans: Sequence[tuple[Any, ...]], held: int, length: int) -> tuple[tuple[int, int], ...]:
+    """Position -> bytes from there on, the highest of each stretch."""
+    changes: dict[int, int] = {}
+    for size, first, last, *_ in spans:
+        changes[first] = changes.get(first, 0) + size
+        changes[last + 1] = changes.get(last + 1, 0) - size
+    points, total = [(0, held)], held
+    for position in sorted(changes):
+        total += changes[position]
+        points.append((min(position, length), total))
+    size = -(-len(points) // _CURVE)
+    return tuple(
+        (points[at][0], max(count for _, count in points[at : at + size])) for at in range(0, len(points), size)
+    )
 
 
 def past_the_cache() -> dict[str, Any]:
@@ -603,12 +678,17 @@ class _Reader:
     def _temporary(self, size: int, values: list[Value]) -> Buffer:
         """One buffer, described by the value alive in it that is most informative."""
         alive = [value for value in values if _lives(value, self.position)]
-        ranked = sorted((self._ranked(value) for value in alive), key=lambda ranked: ranked[0])
-        rank, best, why = ranked[-1]
-        if not rank[1]:  # nothing but a loop's beginning: what the loop makes of it lies in the same place
-            rank, best, why = max(
-                (self._ranked(v) for v in _same_buffer(values, self.position)), key=lambda ranked: ranked[0]
-            )
+        ranked = max(reversed([self._ranked(value) for value in alive]), key=lambda ranked: ranked[0])
+        if not ranked[0][1]:  # nothing but a loop's beginning: what the loop makes of it lies in the same place
+            return self.described(size, _same_buffer(values, self.position))
+        return self._described(size, ranked)
+
+    def described(self, size: int, values: Iterable[Value]) -> Buffer:
+        """One buffer, described by the most informative of the values that take turns in it."""
+        return self._described(size, max((self._ranked(value) for value in values), key=lambda ranked: ranked[0]))
+
+    def _described(self, size: int, ranked: _Ranked) -> Buffer:
+        rank, best, why = ranked
         held = self.classifier.content(best)
         origin = self.module.origin(held.name, held.index)
         copied = self.classifier.copied_argument(best)
@@ -623,7 +703,7 @@ class _Reader:
             why=why,
         )
 
-    def _ranked(self, value: Value) -> tuple[tuple[int, bool, tuple[bool, ...]], Value, str | None]:
+    def _ranked(self, value: Value) -> _Ranked:
         """A value with its group's rank and how informative it is."""
         group, why = self.classifier.classify(value)
         held = self.classifier.content(value)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import time
 import warnings
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -14,14 +15,18 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxmem_callbacks.programs.reading.assigned import assigned_peak
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
-from jaxmem_callbacks.programs.reading.hlo import parse_module
+from jaxmem_callbacks.programs.reading.buffers import Argument, Arguments
+from jaxmem_callbacks.programs.reading.hlo import Module, parse_module
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.donation import UNWRITTEN, LeafUse, Written, leaf_uses, lost_donations
-from jaxmem_callbacks.programs.steps.leaves import Leaf
+from jaxmem_callbacks.programs.steps.leaves import Leaf, state_arguments
 from jaxmem_callbacks.records.compiler_options import CompilerOptions
+from jaxmem_callbacks.records.peaks import UNPLACED, Peak, StepSchedule, with_total
 from jaxmem_callbacks.records.programs import Compilation, Conditions, ProgramMemory
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.transforms.arg_roles import OTHER, STATE
 
 # What pins a value on a mesh is no part of the mathematics.
 _PLACING = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
@@ -149,6 +154,8 @@ class Program:
         undonated: Arguments that the step returns updated and that nobody donates.
         unavailable: Why ``memory`` is None.
         conditions: On what and with what it was compiled.
+        peak: What makes its peak; None where nobody asked, and where the compiler hands over no buffer assignment.
+        schedule: Its bytes over the step; None likewise.
     """
 
     signature: Signature
@@ -157,6 +164,8 @@ class Program:
     undonated: tuple[str, ...] = ()
     unavailable: str | None = None
     conditions: Conditions = field(default_factory=Conditions)
+    peak: Peak | None = None
+    schedule: StepSchedule | None = None
 
     def compilation(self, name: str, changed: tuple[str, ...]) -> Compilation:
         """The record of this compile, made now.
@@ -174,6 +183,8 @@ class Program:
             memory=self.memory,
             unavailable=self.unavailable,
             conditions=self.conditions,
+            peak=self.peak,
+            schedule=self.schedule,
             lost=tuple(f"{use.path}: {use.lost}" for use in lost),
             lost_bytes=sum(use.bytes for use in lost),
         )
@@ -198,8 +209,12 @@ def read_program(  # noqa: PLR0913 - what the call and the compile know, each on
     undonated: Sequence[str] = (),
     operations: str = "",
     written: Written = UNWRITTEN,
+    known_bytes: int = -1,
 ) -> Program:
-    """What the compiled step needs on one device, from the compiler's own account."""
+    """What the compiled step needs on one device, from the compiler's own account.
+
+    What makes its peak is read where it needs more than ``known_bytes``, what its compiles needed before.
+    """
     module = parse_module(compiled.as_text())
     uses = leaf_uses(leaves, lowered, compiled, module=module, requested_names=requested_names, written=written)
     try:
@@ -208,6 +223,10 @@ def read_program(  # noqa: PLR0913 - what the call and the compile know, each on
         unavailable = None
     except ValueError as error:
         memory, unavailable = None, str(error)
+    found = None
+    if memory is not None and memory.step_bytes > known_bytes:
+        arguments = Arguments(by_number=dict(enumerate(_described(leaves, uses, undonated))))
+        found = _assigned_peak(compiled, module, memory.platform, arguments)
     return Program(
         signature=signature_of(uses, static),
         memory=memory,
@@ -215,7 +234,33 @@ def read_program(  # noqa: PLR0913 - what the call and the compile know, each on
         undonated=tuple(undonated),
         unavailable=unavailable,
         conditions=conditions_of(compiled, operations),
+        peak=None if found is None else with_total(found[0], memory and memory.step_bytes, UNPLACED).largest(_NAMED),
+        schedule=None if found is None else found[1],
     )
+
+
+_NAMED = (
+    12  # buffers of each group of a peak that are kept; a step that is compiled a thousand times keeps each of them
+)
+
+
+def _described(leaves: Sequence[Leaf], uses: Sequence[LeafUse], undonated: Sequence[str]) -> Iterator[Argument]:
+    """What each parameter of the program holds. What is updated and has no better word is state."""
+    changing = state_arguments(leaves, undonated)
+    for leaf, use in zip(leaves, uses, strict=True):
+        if use.used:
+            kind = STATE if leaf.kind == OTHER and leaf.argument in changing else leaf.kind
+            yield Argument(path=leaf.path, kind=kind, elements=math.prod(leaf.shape))
+
+
+def _assigned_peak(
+    compiled: jax.stages.Compiled, module: Module, platform: str, arguments: Arguments
+) -> tuple[Peak, StepSchedule] | None:
+    """The same as `assigned_peak`; what a compiler of another version hands over otherwise costs the picture and no step."""
+    try:
+        return assigned_peak(compiled, module, platform, arguments)
+    except Exception:  # noqa: BLE001 - a training must not end for a picture of it
+        return None
 
 
 def _platform(compiled: jax.stages.Compiled) -> str:

@@ -203,6 +203,7 @@ class JitStep(Generic[_Arguments, _Results]):
         self._lock = threading.RLock()
         self._known: set[int] = set()  # hashes of signatures: a signature itself can have thousands of entries
         self._last: Signature | None = None
+        self._known_bytes = -1  # of the compile that needs most so far
         self._warned = False
         watch_compiles()
         activate(None)  # JAX's cache key grows by the policy's context when that is first made: now, not in mid-run
@@ -314,7 +315,10 @@ class JitStep(Generic[_Arguments, _Results]):
                 written=written_call(
                     jitted, arguments, count, leaves, lowered.out_info, own_jit=self._own_jit is not None
                 ),
+                known_bytes=self._known_bytes,
             )
+            if program.memory is not None:
+                self._known_bytes = max(self._known_bytes, program.memory.step_bytes)
             self._register(program)
             return CompiledCall(program, leaves, lowered, jitted.function)
 
