@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from jaxmem_callbacks.records.buffers import Buffer
 from jaxmem_callbacks.records.oom import (
     FailedProgram,
     Holder,
@@ -13,7 +12,7 @@ from jaxmem_callbacks.records.oom import (
     OomReport,
     Remedy,
 )
-from jaxmem_callbacks.records.peaks import peak_of
+from jaxmem_callbacks.records.peaks import Buffer, peak_of
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.records.runs import MemoryEvent, Reading, Unavailable
 from tests.sample_runs import HOSTILE

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup, HeapMap, LiveBuffer, changed_groups
-from jaxmem_callbacks.records.buffers import Buffer
-from jaxmem_callbacks.records.peaks import Peak, peak_of
+from jaxmem_callbacks.records.peaks import Buffer, Peak, peak_of
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.runs import CheckpointSave, MemoryEvent, Reading, RunStart, Unavailable

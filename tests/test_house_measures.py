@@ -66,10 +66,10 @@ def private_words() -> float:
 
 
 MEASURES = {
-    # Seven are of the memory page: a run over time, its reader while it goes on, the model, the page, the tab, the peak without a
-    # second compile, and the record of a buffer. Five of chunks: maps of equations, their proof, their evaluation, the loops made
+    # Six are of the memory page: a run over time, its reader while it goes on, the model, the page, the tab, and the peak without
+    # a second compile. Five of chunks: maps of equations, their proof, their evaluation, the loops made
     # of them, and what a plan tries.
-    "files": (lambda: len(sources()), 211),
+    "files": (lambda: len(sources()), 210),
     "small files": (small_files, 5),
     "share of modules with one importer": (importers_of_one, 0.235),
     "import depth": (lambda: max(map(cached_depth, sources())), 17),

@@ -17,8 +17,7 @@ from jaxmem_callbacks._compat.jaxprs import subjaxprs
 from jaxmem_callbacks.programs.reading.buffers import compiled_with_peak
 from jaxmem_callbacks.programs.reading.hlo import parse_module
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
-from jaxmem_callbacks.records.buffers import Buffer
-from jaxmem_callbacks.records.peaks import GRADIENTS, SAVED
+from jaxmem_callbacks.records.peaks import GRADIENTS, SAVED, Buffer
 from jaxmem_callbacks.records.policies import OFFLOAD_CUTS, OFFLOAD_KEPT
 from tests.target_step import needs_compiler, shape
 

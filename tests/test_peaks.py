@@ -24,9 +24,8 @@ from jaxmem_callbacks.programs.reading.buffers import (
 )
 from jaxmem_callbacks.programs.reading.hlo import element_count, padded_bytes, parse_module, unpadded_bytes, user_source
 from jaxmem_callbacks.programs.targets import worker_main
-from jaxmem_callbacks.records.buffers import Buffer
 from jaxmem_callbacks.records.documents import aligned
-from jaxmem_callbacks.records.peaks import GROUPS, REFUSED, peak_of, with_total
+from jaxmem_callbacks.records.peaks import GROUPS, REFUSED, Buffer, peak_of, with_total
 from jaxmem_callbacks.transforms.arg_roles import kind_of_path
 from tests.sample_plans import sentences
 

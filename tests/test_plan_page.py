@@ -17,9 +17,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.analysis.figures import Window
-from jaxmem_callbacks.records.buffers import Buffer
 from jaxmem_callbacks.records.errors import PlanError
-from jaxmem_callbacks.records.peaks import peak_of
+from jaxmem_callbacks.records.peaks import Buffer, peak_of
 from jaxmem_callbacks.records.plans import BesideProgram, PlanRecord
 from jaxmem_callbacks.writers.plan_figure import Box, place_labels
 from jaxmem_callbacks.writers.plan_page import plan_page, require_own_folder

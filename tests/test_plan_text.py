@@ -11,8 +11,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.config.presets import parse_preset
 from jaxmem_callbacks.planning.verdict import unfit_reason
-from jaxmem_callbacks.records.buffers import Buffer
-from jaxmem_callbacks.records.peaks import Peak, peak_of, short_operation, short_shape
+from jaxmem_callbacks.records.peaks import Buffer, Peak, peak_of, short_operation, short_shape
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.writers.plan_table import plan_rows
 from tests import sample_plans as samples

@@ -21,8 +21,7 @@ from matplotlib.figure import Figure
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.integrations.pytest import StepGate
-from jaxmem_callbacks.records.buffers import Buffer
-from jaxmem_callbacks.records.peaks import Peak
+from jaxmem_callbacks.records.peaks import Buffer, Peak
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.recovery.monitor_snapshot import MonitorSnapshot

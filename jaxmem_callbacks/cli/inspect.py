@@ -14,9 +14,8 @@ from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, add_script_a
 from jaxmem_callbacks.cli.source import source_of
 from jaxmem_callbacks.cli.typed import whole
 from jaxmem_callbacks.programs.targets.target import resolve_target
-from jaxmem_callbacks.records.buffers import Buffer
 from jaxmem_callbacks.records.errors import CompileError
-from jaxmem_callbacks.records.peaks import Peak, short_shape
+from jaxmem_callbacks.records.peaks import Buffer, Peak, short_shape
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.records.units import format_bytes

@@ -40,10 +40,9 @@ from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.accounts import ONE_STEP, Account, parts_of
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import require_function
-from jaxmem_callbacks.records.buffers import Buffer
 from jaxmem_callbacks.records.documents import Bullets, Document, Table, as_text
 from jaxmem_callbacks.records.errors import CompileError, DonationError
-from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
+from jaxmem_callbacks.records.peaks import UNPLACED, Buffer, Peak, with_total
 from jaxmem_callbacks.records.policies import StepPolicy, own_checkpoints_words, policy_words
 from jaxmem_callbacks.records.programs import ArgumentMemory, ProgramMemory
 from jaxmem_callbacks.records.units import format_bytes

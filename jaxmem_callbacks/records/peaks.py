@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from jaxmem_callbacks.records.buffers import Buffer
-from jaxmem_callbacks.records.documents import Document, Table, aligned, as_text
-from jaxmem_callbacks.records.terminal import console_width
 from jaxmem_callbacks.records.units import format_bytes
+
+if TYPE_CHECKING:  # a peak is printed seldom, and is a part of other records
+    from jaxmem_callbacks.records.documents import Table
 
 _LAYOUT, _INDEX = re.compile(r"\{[^{}]*\}"), re.compile(r"/\*.*?\*/")
 _LONGEST_TUPLE = 32
@@ -82,6 +83,39 @@ WHOLE_HEAP = "every temporary of the heap, not only those alive at the peak: the
 REFUSED = "arguments by their shapes; the compiler refused the program before it placed its buffers"
 UNPLACED = "the compiler counts it in its total and gives it no place in its buffer assignment"
 _SMALL = 0.005  # shares below are named together in one line of words
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Buffer:
+    """One buffer alive at the peak of a program's temporaries.
+
+    Attributes:
+        bytes: Its size.
+        shape: Dtype, shape and layout as the compiler prints them.
+        operation: The JAX operation with its module path, such as ``jit(step)/Block_3/dot_general``, or None.
+        source: ``file.py:line`` of the user's code, or None where the compiler kept none.
+        kind: ``temporary``, ``argument``, ``output``, ``constant``, or ``gap``: memory that the plan leaves between the
+            temporaries alive at the peak; ``unplaced`` is what the compiler counts and has no place for in its plan.
+        group: What it is to the step, one of `records.peaks.GROUPS`.
+        unpadded_bytes: Bytes of its elements side by side, or None where the shape does not show it.
+        memory_space: ``device`` or, for what lies beside the peak, ``host`` or ``on-chip``.
+        why: Why its group is ``unknown``, else None.
+    """
+
+    bytes: int
+    shape: str
+    kind: str
+    operation: str | None = None
+    source: str | None = None
+    group: str = "unknown"
+    unpadded_bytes: int | None = None
+    memory_space: str = "device"
+    why: str | None = None
+
+    @property
+    def waste_bytes(self) -> int | None:
+        """Bytes that hold no element: what tiles are padded with on a TPU; None where unknown."""
+        return None if self.unpadded_bytes is None else max(self.bytes - self.unpadded_bytes, 0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,10 +197,15 @@ class Peak:
             else "the compiler's buffer assignment"
         )
         head = f"The peak of {format_bytes(self.bytes)} on one device, by {by}"
+        from jaxmem_callbacks.records.documents import Document, as_text
+
         return as_text(Document([head, self._table(), *self._remarks()]))
 
     def _table(self) -> Table:
         """Lines no longer than the console's, as far as the operations can be shortened to that."""
+        from jaxmem_callbacks.records.documents import Table, aligned
+        from jaxmem_callbacks.records.terminal import console_width
+
         columns = ("group", "size", "of the peak", "padding", "buffers")
         rows = [self._row(group) for group in self.groups]
         room = console_width() - max(map(len, aligned(Table(columns, rows)))) - 2

@@ -17,9 +17,8 @@ from jaxmem_callbacks.analysis.run_summary import ProgramSummary, RunSummary, pl
 from jaxmem_callbacks.analysis.timeline import ArraysAt, Curve, Stretch, thinned
 from jaxmem_callbacks.config.presets import preset_to_yaml
 from jaxmem_callbacks.records.arrays import HeapMap
-from jaxmem_callbacks.records.buffers import Buffer
 from jaxmem_callbacks.records.documents import Block, as_blocks
-from jaxmem_callbacks.records.peaks import CONSTANTS, RESULTS, TEMPORARIES, Peak, StepSchedule
+from jaxmem_callbacks.records.peaks import CONSTANTS, RESULTS, TEMPORARIES, Buffer, Peak, StepSchedule
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.programs import ProgramMemory

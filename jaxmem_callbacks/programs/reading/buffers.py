@@ -31,7 +31,6 @@ from jaxmem_callbacks.programs.reading.buffer_assignment import (
     read_schedule,
 )
 from jaxmem_callbacks.programs.reading.hlo import Instruction, Module, element_count, parse_module, unpadded_bytes
-from jaxmem_callbacks.records.buffers import Buffer
 from jaxmem_callbacks.records.peaks import (
     AT_THE_PEAK,
     CONSTANTS,
@@ -43,6 +42,7 @@ from jaxmem_callbacks.records.peaks import (
     TEMPORARIES,
     UNKNOWN,
     WHOLE_HEAP,
+    Buffer,
     Peak,
     StepBlock,
     StepSchedule,

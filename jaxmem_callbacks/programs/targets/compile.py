@@ -37,9 +37,8 @@ from jaxmem_callbacks.programs.targets.exporting import FlatProgram, PortablePro
 from jaxmem_callbacks.programs.targets.target import Target, of_so_many, resolve_target
 from jaxmem_callbacks.programs.targets.worker import run_worker, time_limit_s, worker_environment
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.buffers import Buffer
 from jaxmem_callbacks.records.errors import CompileError, TargetError, did_you_mean
-from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
+from jaxmem_callbacks.records.peaks import UNPLACED, Buffer, Peak, with_total
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.transforms.arg_roles import kind_of_path
 

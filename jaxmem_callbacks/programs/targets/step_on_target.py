@@ -33,9 +33,8 @@ from jaxmem_callbacks.programs.targets.compile import (
 )
 from jaxmem_callbacks.programs.targets.exporting import without_reports
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
-from jaxmem_callbacks.records.buffers import Buffer
 from jaxmem_callbacks.records.errors import CompileError, JaxmemError
-from jaxmem_callbacks.records.peaks import REFUSED, Peak, peak_of, with_total
+from jaxmem_callbacks.records.peaks import REFUSED, Buffer, Peak, peak_of, with_total
 from jaxmem_callbacks.records.source_files import Owner, is_installed, owner_of
 from jaxmem_callbacks.transforms.arg_roles import OTHER, STATE
 
