@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat.jaxprs import subjaxprs
@@ -415,3 +418,69 @@ def test_a_step_without_gradients_of_the_library_is_refused() -> None:
     p, t = parameters(), tokens(1, 9)
     with pytest.raises(PolicyError, match="The policy chunks=4 would do nothing"):
         jm.apply_policy(jax.value_and_grad(mlp), jm.StepPolicy(chunks=4))(p, t)
+
+
+# Devices.
+
+
+def in_loops(text: str) -> list[str]:
+    """Collectives in the bodies of a compiled program's loops."""
+    computations = re.split(r"\n(?=%?\S+ \(.*\{|ENTRY)", text)
+    bodies = set(re.findall(r"body=%?([\w.\-]+)", text))
+    inside = [each for each in computations if (match := re.match(r"%?([\w.\-]+)", each)) and match.group(1) in bodies]
+    return re.findall(r"all-(?:reduce|gather)|reduce-scatter|all-to-all|collective-permute", "\n".join(inside))
+
+
+def test_in_a_shard_map_each_device_has_chunks_of_its_own_without_collectives() -> None:
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    p, t = parameters(), tokens(4, 33)
+
+    def local(p: Any, t: Any) -> Any:
+        losses = cross_entropy(trunk(p, t)[:, :-1] @ p["head"], t[:, 1:])
+        return jax.lax.psum(losses.sum(), "data") / (4 * 32)
+
+    loss = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=False)
+    policy = jm.StepPolicy(chunks=4)
+    assert_close(*both(loss, p, t, policy))
+    assert {eqn.params["length"] for eqn in loops(chunked(loss, policy), p, t)} == {4}
+    placed = jax.device_put((p, t), (NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))))
+    assert in_loops(jax.jit(chunked(loss, policy)).lower(*placed).compile().as_text()) == []
+
+
+def test_arrays_that_jax_divides_by_itself_have_the_same_gradients() -> None:
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    p, t = parameters(), tokens(4, 33)
+    placed = jax.device_put((p, t), (NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))))
+    ours = jax.jit(chunked(masked, jm.StepPolicy(chunks=4)))(*placed)
+    assert_close(jax.device_get(ours), jax.device_get(jax.jit(jax.value_and_grad(masked))(p, t)))
+
+
+def test_a_collective_stays_outside_the_chunks() -> None:
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    p, t = parameters(), tokens(4, 33)
+
+    def local(p: Any, t: Any) -> Any:
+        return cross_entropy(jax.lax.psum(trunk(p, t) @ p["head"], "data"), t).mean()[None]
+
+    def loss(p: Any, t: Any) -> Any:
+        return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"), check_vma=False)(
+            p, t
+        ).mean()
+
+    policy = jm.StepPolicy(chunks=4)
+    assert_close(*both(loss, p, t, policy))
+    assert in_loops(jax.jit(chunked(loss, policy)).lower(p, t).compile().as_text()) == []
+
+
+def test_a_shard_map_that_tracks_what_varies_is_refused() -> None:
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    p, t = parameters(), tokens(4, 33)
+
+    def local(p: Any, t: Any) -> Any:
+        return jax.lax.pmean(masked(p, t), "data")
+
+    loss = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+    with pytest.raises(
+        PolicyError, match="inside a `shard_map` with check_vma=True, in which nothing can be traced anew"
+    ):
+        both(loss, p, t, jm.StepPolicy(chunks=4))

@@ -386,6 +386,9 @@ def _with_changed_bodies(flat: Equations, path: str, count: int, refused: dict[s
         eqn = eqns[index]
         if eqn.primitive.name not in _ENTERED or is_chunked(eqn) or (path == HEAD and is_changed):
             continue
+        if eqn.params.get("check_vma"):
+            refused["inside a `shard_map` with check_vma=True, in which nothing can be traced anew"] = None
+            continue
         jaxpr = eqn.params["jaxpr"]
         inner = flatten(jaxpr, hoist_constants=False)
         changed = _changed(inner, path, count, refused)
