@@ -13,7 +13,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.steps.registry import compiles, watch_compiles
-from tests.pasting import pasted
+from tests.pasting import pasted, value
 
 pytestmark = pytest.mark.core
 SETTINGS = jm.load_preset("monitor_only", monitor={"scan_s": 0.02, "window_s": 0.02, "growth_steps": 50}).monitor
@@ -161,28 +161,126 @@ def test_a_wrapped_step_names_the_argument_that_changed(kind: str) -> None:
     assert "Is it" not in event.action
 
 
-# recompilation.constant_shapes: a loop, and the same with constant shapes and dtypes
+# recompilation.rows, dtype, static: a loop, and the same as printed
 
-CHANGED = {
-    "a shorter batch, dropped": (lambda index: (X[:3] if index == 5 else X, 1.0), lambda index: (X, 1.0)),
-    "a shorter batch, padded": (
-        lambda index: (X[:3] if index % 2 else X, 1.0),
-        lambda index: (np.pad(X[:3], ((0, 13), (0, 0))) if index % 2 else X, 1.0),
+
+def printed_of(step: Any, args: Callable[[int], tuple[Any, ...]]) -> str:
+    run = Run()
+    (event,), compiled = events_of(lambda index: run.do(step, *args(index)))
+    assert compiled >= 1
+    return event.action
+
+
+def assert_compiled_once(step: Any, args: Callable[[int], tuple[Any, ...]]) -> None:
+    run, given = Run(), [args(index) for index in range(6)]  # what is cast is compiled before
+    assert events_of(lambda index: run.do(step, *given[index])) == ([], 0)
+
+
+class Rows:
+    def rows_method(self, params: Any, batch: Any) -> Any:
+        return update(params, batch["x"], 1.0)
+
+
+def padded(rows: Any) -> Any:
+    return np.pad(rows, ((0, len(X) - len(rows)), (0, 0)))
+
+
+SHORTER = {
+    "dropped": (once_step, lambda index: (X[:3] if index == 5 else X, 1.0), lambda _: (X, 1.0), "x"),
+    "padded": (
+        functools.partial(once_step, scale=1.0),
+        lambda index: (X[:3] if index % 2 else X,),
+        lambda index: (padded(X[:3]) if index % 2 else X,),
+        "x",
     ),
-    "a Python number": (
-        lambda index: (X, 2 if index > 3 else 0.5),
-        lambda index: (X, jnp.float32(2 if index > 3 else 0.5)),
+    "of a method": (
+        Rows().rows_method,
+        lambda index: ({"x": X[:3] if index == 5 else X},),
+        lambda index: ({"x": padded(X[:3]) if index == 5 else X},),
+        "batch['x']",
     ),
 }
 
 
-@pytest.mark.parametrize("kind", CHANGED)
-def test_constant_shapes_compile_once(kind: str) -> None:
-    args, constant = CHANGED[kind]
-    run, step = Run(), jm.jit_step(once_step)
-    (event,), compiled = events_of(lambda index: run.do(step, *args(index)))
-    assert compiled >= 1
-    pasted("recompilation.constant_shapes", event.action)
-    step = jm.jit_step(once_step)
-    events, compiled = events_of(lambda index: run.do(step, *constant(index)))
-    assert (events, compiled) == ([], 0)
+@pytest.mark.parametrize("kind", SHORTER)
+def test_arrays_that_keep_their_shapes_compile_once(kind: str) -> None:
+    function, args, constant, name = SHORTER[kind]
+    line = pasted("recompilation.rows", printed_of(jm.jit_step(function), args))
+    assert line.startswith(f"Keep {name} at float32[16,8]:")
+    assert_compiled_once(jm.jit_step(function), constant)
+
+
+class Scaled:
+    def scaled_method(self, params: Any, scale: Any) -> Any:
+        return update(params, X, scale)
+
+
+OTHER_DTYPES = {
+    "a Python number": (once_step, lambda index: (X, 2 if index > 3 else 0.5), "scale"),
+    "an array": (
+        functools.partial(once_step, scale=1.0),
+        lambda index: (X.astype(jnp.bfloat16) if index > 3 else X,),
+        "x",
+    ),
+    "of a method": (Scaled().scaled_method, lambda index: (1.0 if index > 3 else 1,), "scale"),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_DTYPES)
+def test_an_argument_of_one_dtype_compiles_once(kind: str) -> None:
+    function, args, name = OTHER_DTYPES[kind]
+    line = pasted("recompilation.dtype", printed_of(jm.jit_step(function), args))
+
+    def cast(index: int) -> tuple[Any, ...]:
+        *others, given = args(index)
+        return (*others, value(line, jnp=jnp, **{name: given}))
+
+    assert_compiled_once(jm.jit_step(function), cast)
+
+
+def scheduled(params: Any, x: Any, rate: Any) -> Any:
+    return update(params, x, rate)
+
+
+class Scheduled:
+    def scheduled_method(self, params: Any, rate: Any) -> Any:
+        return update(params, X, rate)
+
+
+STATIC = {
+    "a function": (scheduled, {"static_argnames": "rate"}, lambda index: (X, 1.0 / (index // 3 + 1))),
+    "a method": (Scheduled().scheduled_method, {"static_argnums": 1}, lambda index: (index // 4,)),
+    "a partial": (
+        functools.partial(once_step, x=X),
+        {"static_argnames": ("scale",)},
+        lambda index: {"scale": 0.5 * (index > 4)},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", STATIC)
+def test_what_is_static_no_more_compiles_once(kind: str) -> None:
+    function, options, given = STATIC[kind]
+
+    def doing(step: Any, arrays: Callable[[Any], Any]) -> Callable[[int], None]:
+        run, made = Run(), step
+        if kind == "a partial":
+            return lambda index: run.do(lambda params, scale: made(params, scale=scale), arrays(given(index)["scale"]))
+        return lambda index: run.do(made, *(arrays(each) if each is not X else X for each in given(index)))
+
+    (event,), _ = events_of(doing(jm.jit_step(jax.jit(function, **options)), lambda number: number))
+    line = pasted("recompilation.static", event.action)
+    assert (
+        line
+        == f"Take {'scale' if kind == 'a partial' else 'rate'} out of the static arguments, and pass it as an array."
+    )
+    assert events_of(doing(jm.jit_step(jax.jit(function)), jnp.float32)) == ([], 0)
+
+
+def test_what_changes_otherwise_is_asked_about() -> None:
+    step, run = jm.jit_step(jax.jit(lambda params, x, how: update(params, x, 1.0), static_argnames="how")), Run()
+    (event,), _ = events_of(lambda index: run.do(step, X, "late" if index > 3 else "early"))
+    assert event.action.endswith("Must how change from step to step?")
+    step = jm.jit_step(lambda params, batch: update(params, batch["x"], 1.0))
+    (event,), _ = events_of(lambda index: run.do(step, {"x": X, "y": X} if index > 3 else {"x": X}))
+    assert event.action.startswith("Does the tree of the arguments change")

@@ -34,7 +34,8 @@ def test_users_own_jit_keeps_its_compiles_donation_and_static_arguments():
     assert compiled == []
     assert state.is_deleted()
     np.testing.assert_array_equal(result, np.full(8, 9.0))
-    assert [path for path, _ in new_records(cursor)[0].signature] == ["state", "batch"]
+    paths = [path for path, _ in new_records(cursor)[0].signature]
+    assert paths == ["state", "batch", "train"], "the word of a static argument too, whose change is a compile"
 
 
 @pytest.mark.core

@@ -110,6 +110,18 @@ def test_a_plan_about_something_else_is_stale_once(plan: jm.Plan, change: Any, r
     assert "Plan train_step again" in event.action
 
 
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_a_plan_of_a_step_with_static_arguments_is_right(*, is_jitted: bool) -> None:
+    def named_step(params: Any, batch: Any, how: str) -> Any:
+        loss, grads = jm.value_and_grad(lambda p, x: (getattr(jnp, how)(x @ p) ** 2).mean())(params, batch)
+        return params - grads, loss
+
+    step = jax.jit(named_step, static_argnames="how") if is_jitted else named_step
+    plan, made = jm.plan(step, *arguments(), "tanh", budget="1GiB"), jm.jit_step(step)
+    monitor, _ = watched(plan, *arguments(), step=lambda params, batch: made(params, batch, "tanh"))
+    assert monitor.events == ()
+
+
 def test_another_loss_of_the_same_shapes_and_another_policy_are_stale_once(plan: jm.Plan) -> None:
     def other(params: Any, batch: Any) -> Any:
         loss, grads = jm.value_and_grad(lambda p, x: (jnp.sin(x @ p) ** 2).mean())(params, batch)

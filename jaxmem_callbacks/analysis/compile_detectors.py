@@ -146,6 +146,51 @@ class RecompilationDetector:
         return last is None or step - last > _QUIET_STEPS
 
 
+_STATIC = "static "
+
+
+def _kept_alike(changed: Sequence[str]) -> str:
+    """How the arguments that changed stay as they were, by the first of them whose change can be avoided.
+
+    Args:
+        changed: A sentence each, as `Compilation.changed` has them.
+    """
+    parted = [(path, *types.partition(" -> ")[::2]) for path, _, types in (each.partition(": ") for each in changed)]
+    known = [(path, old, new) for path, old, new in parted if old and new]
+    static = [(path, old, new) for path, old, new in known if old.startswith(_STATIC)]
+    arrays = [(path, old.split()[0], new.split()[0]) for path, old, new in known if not old.startswith(_STATIC)]
+    shapes = [(path, old) for path, old, new in arrays if _shape(old) != _shape(new)]
+    dtypes = [(path, old) for path, old, new in arrays if _shape(old) == _shape(new) and old != new]
+    if shapes:
+        return advise(
+            "recompilation.rows", arrays=" and ".join(f"{path} at {old}" for path, old in shapes[:_SHOWN_CHANGES])
+        )
+    if dtypes:
+        path, old = dtypes[0]
+        return f"Pass {path} in one dtype: {advise('recompilation.dtype', argument=path, dtype=old.partition('[')[0])}."
+    if static:
+        path, old, new = static[0]
+        is_number = all(_is_number(each.removeprefix(_STATIC)) for each in (old, new))
+        if is_number:
+            return advise("recompilation.static", argument=path)
+        return f"A step is compiled for each value of a static argument. Must {path} change from step to step?"
+    if known:
+        return f"Does {known[0][0]} lie elsewhere than before, as what is restored may? Lay it as it was."
+    return "Does the tree of the arguments change from step to step, or the jit or the policy around them?"
+
+
+def _shape(type_text: str) -> str:
+    return type_text.partition("[")[2]
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def _recompilation_event(compiled: Compiled, count: int, *, anew: bool) -> MemoryEvent:
     compilation = compiled.compilation
     name = compilation.program
@@ -153,7 +198,7 @@ def _recompilation_event(compiled: Compiled, count: int, *, anew: bool) -> Memor
         why = "; ".join(compilation.changed[:_SHOWN_CHANGES])
         more = len(compilation.changed) - _SHOWN_CHANGES
         why += f"; and {more} more" if more > 0 else ""
-        action = advise("recompilation.constant_shapes")
+        action = _kept_alike(compilation.changed)
     elif anew:
         why = "no argument; jm.jit_step makes another step each time, inside the loop"
         action = advise("recompilation.jit_once")
@@ -212,7 +257,8 @@ class PlanDetector:
         found: list[str] = []
         if compilation.memory.platform != platform:
             found.append(f"planned for {plan.target}, running on {compilation.memory.platform}")
-        planned, now = dict(plan.signature), {path: text.split(" ")[0] for path, text in compilation.signature}
+        arrays = [(path, text) for path, text in compilation.signature if not text.startswith(_STATIC)]
+        planned, now = dict(plan.signature), {path: text.split(" ")[0] for path, text in arrays}
         changed = [path for path in planned if path in now and planned[path] != now[path]]
         found += [f"{path}: {planned[path]} -> {now[path]}" for path in changed[:_SHOWN_DIFFERENCES]]
         if len(changed) > _SHOWN_DIFFERENCES:

@@ -335,11 +335,25 @@ _RECOMPILATION = (
         tests=("tests/test_advice_events.py::test_a_wrapped_step_names_the_argument_that_changed",),
     ),
     Advice(
-        key="recompilation.constant_shapes",
-        trigger="a step of this library is compiled again for changed arguments",
-        text="Keep shapes and dtypes constant: drop or pad the last, shorter batch; pass Python numbers as arrays.",
+        key="recompilation.rows",
+        trigger="arrays of a step of this library come in other shapes",
+        text="Keep {arrays}: drop or pad what is shorter, such as the last batch.",
         proof=Proof.TRAINED,
-        tests=("tests/test_advice_events.py::test_constant_shapes_compile_once",),
+        tests=("tests/test_advice_events.py::test_arrays_that_keep_their_shapes_compile_once",),
+    ),
+    Advice(
+        key="recompilation.dtype",
+        trigger="an array or a Python number of such a step comes in another dtype",
+        text='jnp.asarray({argument}, "{dtype}")',
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_events.py::test_an_argument_of_one_dtype_compiles_once",),
+    ),
+    Advice(
+        key="recompilation.static",
+        trigger="a static argument of such a step has another value",
+        text="Take {argument} out of the static arguments, and pass it as an array.",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_events.py::test_what_is_static_no_more_compiles_once",),
     ),
 )
 

@@ -11,7 +11,7 @@ import threading
 import time
 import types
 import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, final
 
@@ -74,6 +74,7 @@ from jaxmem_callbacks.transforms.sharding.infer import require_shardings
 
 _Arguments = ParamSpec("_Arguments")
 _Results = TypeVar("_Results")
+_PLAIN = (bool, int, float, str)  # whose text is the same in every process
 
 
 def jit_step(
@@ -308,7 +309,7 @@ class JitStep(Generic[_Arguments, _Results]):
                 leaves,
                 lowered,
                 compiled,
-                static={name: value for name, value in arguments if name in self._jit_options.static},
+                static=self._static(arguments, leaves),
                 requested_names=self._jit_options.donated,
                 undonated=self._undonated(jaxpr, arguments, leaves, lowered.out_info, (args, kwargs)),
                 operations="" if jaxpr is None else operations_of(jaxpr),
@@ -321,6 +322,13 @@ class JitStep(Generic[_Arguments, _Results]):
                 self._known_bytes = max(self._known_bytes, program.memory.step_bytes)
             self._register(program)
             return CompiledCall(program, leaves, lowered, jitted.function)
+
+    def _static(self, arguments: Sequence[tuple[str, Any]], leaves: Sequence[Leaf]) -> dict[str, Any]:
+        """The static arguments: of the user's own jit the numbers and words that its program does not take."""
+        if self._own_jit is None:
+            return {name: value for name, value in arguments if name in self._jit_options.static}
+        taken = {leaf.argument for leaf in leaves}
+        return {name: value for name, value in arguments if name not in taken and isinstance(value, _PLAIN)}
 
     def of_arrays(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
