@@ -64,6 +64,10 @@ EXPECTED = {
         "batch=largest, or batch.multiple_of and batch.at_most as whole numbers of at least 1, or batch.argnames as names",
         "batch.at_most=512",
     ),
+    "compiler_options": (
+        "the key alone, or an option of XLA's with its values: compiler_options.xla_...=yes,no",
+        "compiler_options",
+    ),
 }
 _WORDS = {"yes": True, "true": True, "no": False, "false": False}
 
@@ -76,8 +80,8 @@ def add_search_argument(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="what else may be varied: microbatches=2,4  sharding=zero1,fsdp  donate  offload  chunks  own_checkpoints  "
-        "batch=largest  "
-        "batch.multiple_of=8  batch.at_most=512  remat=no; a key alone means all of it; may be given several times",
+        "batch=largest  batch.multiple_of=8  batch.at_most=512  remat=no  compiler_options  compiler_options.xla_...=yes,no; "
+        "a key alone means all of it; may be given several times",
     )
 
 
@@ -417,6 +421,7 @@ def _without_gradient_policy(step: Any, *, places: bool) -> Any:
     policy = StepPolicy(
         donate=None if already_jitted(step.__wrapped__) is not None else step.donation,
         sharding=step.policy.sharding if places else None,
+        compiler_options=step.policy.compiler_options,
     )
     pinned = step.state_shardings if places else None
     return JitStep(step.__wrapped__, policy, state_shardings=pinned, gradients=step.gradients)

@@ -134,6 +134,43 @@ def with_offload(best: Candidate, offloading: Sequence[Candidate]) -> tuple[Cand
     return fastest, "what waits in host memory comes back sooner, as modelled, than it is computed again"
 
 
+def with_options(best: Candidate, optioned: Sequence[Candidate]) -> tuple[Candidate, str | None]:
+    """The candidate to use where compiler options were tried too.
+
+    Args:
+        best: What was chosen of those without.
+        optioned: Candidates with other compiler options.
+
+    Returns:
+        The candidate, and why it is another than ``best``; None where it is not. One with options is used where it fits and takes
+        less time, as modelled, or where no time is known fewer operations; and where nothing else fits.
+    """
+    if best.fits is None or not optioned:
+        return best, None
+    fitting = [each for each in optioned if each.fits]
+    if best.fits is False:
+        least = min([best, *optioned], key=bytes_or_inf)
+        return (
+            (min(fitting, key=cost), "it fits by options of the compiler, and nothing else fits")
+            if fitting
+            else (least, None)
+        )
+    cheapest = min(fitting, key=cost, default=best)
+    if cost(cheapest) < cost(best):
+        return cheapest, "with options of the compiler it takes less than what fits without"
+    return best, None
+
+
+def cost(candidate: Candidate) -> float:
+    """Modelled seconds, or operations where no time is known; within one plan they are the same."""
+    return float(candidate.extra_flops) if candidate.modelled_s is None else candidate.modelled_s
+
+
+def has_options(entry: Entry) -> bool:
+    """Whether a candidate was compiled with other compiler options than the step's own."""
+    return entry.candidate.policy.options != entry.compiler.problem.base.options
+
+
 def _most_rows(candidate: Candidate) -> tuple[float, float, float]:
     return -(candidate.batch_rows or 0), *_time(candidate)
 
@@ -144,7 +181,10 @@ def _time(candidate: Candidate) -> tuple[float, float]:
 
 def chosen(entries: Sequence[Entry]) -> tuple[Entry, str]:
     """What to use of all that was compiled, and why."""
-    staying = [entry for entry in entries if not entry.candidate.policy.offload] or entries
+    plain = [entry for entry in entries if not has_options(entry)]
+    staying = [entry for entry in plain if not entry.candidate.policy.offload] or plain
     index, reason = choose([entry.candidate for entry in staying])
-    best, why = with_offload(staying[index].candidate, [entry.candidate for entry in entries])
+    best, why = with_offload(staying[index].candidate, [entry.candidate for entry in plain])
+    best, by_options = with_options(best, [entry.candidate for entry in entries if has_options(entry)])
+    why = by_options or why
     return next(entry for entry in entries if entry.candidate is best), why or reason

@@ -14,6 +14,7 @@ from typing import TypeAlias, final
 import jax
 
 from jaxmem_callbacks.planning.interrupts import Terminated
+from jaxmem_callbacks.planning.overlap import waiting_seconds
 from jaxmem_callbacks.planning.problem import Problem, mesh_sizes
 from jaxmem_callbacks.planning.step_time import modelled_seconds
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
@@ -98,6 +99,7 @@ class Compiler:
         self.obstacles: dict[str, None] = {}  # those of them that policies cannot change
         self._disagreed: tuple[str, ...] = ()
         self.plain = self._last = self._traced(problem.step(problem.base))
+        self._waits: dict[StepPolicy, float] = {}  # policy -> modelled seconds that its step waits for collectives
         self.unchecked = False  # whether any candidate accumulates a loss that was not compared with its whole batch
 
     def title(self, policy: StepPolicy) -> str:
@@ -308,7 +310,7 @@ class Compiler:
             mesh=mesh_sizes(self.problem.mesh),
             operations=facts.operations,
             compiler_remat=memory.compiler_remat,
-            modelled_s=self._as_compiled(facts.modelled_s, again, module),
+            modelled_s=self._as_compiled(facts.modelled_s, again, module, self._lost_overlap(policy, module)),
             argument_bytes=memory.argument_bytes,
             output_bytes=memory.output_bytes,
             alias_bytes=memory.alias_bytes,
@@ -319,7 +321,7 @@ class Compiler:
             seconds=None if answer is None or answer.cached else answer.compile_seconds,
         )
 
-    def _as_compiled(self, modelled_s: float | None, again: int, module: Module) -> float | None:
+    def _as_compiled(self, modelled_s: float | None, again: int, module: Module, lost_s: float) -> float | None:
         """Modelled time with what a trace does not know.
 
         Args:
@@ -327,12 +329,22 @@ class Compiler:
             again: Operations on each device that the compiler does again by itself, charged at the speed of bfloat16 products:
                 the least that they may take.
             module: The compiled program, for what goes through the links, as if nothing of it were hidden behind other work.
+            lost_s: Seconds of that which compiler options expose and the compiler hides without them: an option is never free.
         """
         speed, count = self.problem.speed, self.problem.device_count
         if modelled_s is None or speed is None:
             return None
         moved = 0 if count == 1 else collectives_of(module, count).moved_bytes
-        return modelled_s + again / speed.flops + moved / speed.link
+        return modelled_s + again / speed.flops + moved / speed.link + lost_s
+
+    def _lost_overlap(self, policy: StepPolicy, module: Module) -> float:
+        """Seconds that the step waits for collectives longer than without the compiler options that are tried on it."""
+        problem = self.problem
+        if not problem.weighs_overlap or problem.speed is None or problem.device_count == 1:
+            return 0.0
+        waits = self._waits[policy] = waiting_seconds(module, problem.device_count, problem.speed)
+        without = replace(policy, compiler_options=problem.base.compiler_options)
+        return max(waits - self._waits.get(without, waits), 0.0)
 
     def _need(self, step_bytes: int | None) -> tuple[int | None, str]:
         """Resident bytes and the largest program; the name of that one where it is not the step."""

@@ -19,6 +19,7 @@ from jaxmem_callbacks.planning.candidate_policies import MOST_POLICIES, cuts_mov
 from jaxmem_callbacks.planning.choice import chosen, rank
 from jaxmem_callbacks.planning.chunk_candidates import MOST_CHUNKS, ChunkSearch
 from jaxmem_callbacks.planning.compiles import MOST_OF_REMAT, CompileQueue, Compiler, Entry
+from jaxmem_callbacks.planning.option_candidates import most_of_options, try_options
 from jaxmem_callbacks.planning.problem import (
     Held,
     ParsedRequest,
@@ -366,6 +367,7 @@ def run_search(parsed: ParsedRequest, counts: Sequence[int], queue: CompileQueue
     rows = find_rows(problem, traced, space.batch.argnames) if space.batch is not None else None
     ways = list(layouts(problem, traced, space, parsed.mesh, queue.results.note)) if divided else [problem]
     cut = list[Compiler]()
+    whole, queue = queue, queue.at_most(queue.remaining - most_of_options(space))
     reserved = MOST_POLICIES * space.offload + MOST_CHUNKS * space.chunks if space.batch is None else 0
     staying = queue.at_most(queue.remaining - reserved)
     try:
@@ -381,8 +383,10 @@ def run_search(parsed: ParsedRequest, counts: Sequence[int], queue: CompileQueue
             cut += [] if is_whole or part.remaining else [compiler]
         if space.batch is None and queue.results.entries:
             _use_the_rest(parsed, counts, queue, cut)
+        if space.compiler_options and queue.results.entries:
+            try_options(parsed, whole)
     finally:  # also of what was compiled before Ctrl-C
-        queue.note_skipped()
+        whole.note_skipped()
 
 
 def _largest_of(searches: Sequence[LargestBatch], space: Space, queue: CompileQueue) -> None:

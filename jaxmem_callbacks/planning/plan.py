@@ -20,6 +20,7 @@ from jaxmem_callbacks.planning.compiles import (
     Progress,
 )
 from jaxmem_callbacks.planning.interrupts import interrupts_heard
+from jaxmem_callbacks.planning.option_candidates import most_of_options
 from jaxmem_callbacks.planning.orchestrate import compile_as_written, run_search
 from jaxmem_callbacks.planning.problem import (
     ParsedRequest,
@@ -95,9 +96,10 @@ def make_plan(
         target=hardware,
         budget=budget_for(request.budget, hardware),
         resident_bytes=resident.bytes,
-        base=StepPolicy(donate=own.donation),
+        base=StepPolicy(donate=own.donation, compiler_options=own.compiler_options),
         state_shardings=own.state_shardings,
         gradients=own.gradients,
+        weighs_overlap=bool(space.compiler_options),
     )
     first = replace(first, plain=first.step(first.base))
     traced = traced_plainly(first)
@@ -127,7 +129,7 @@ def make_plan(
             compared = _compared(parsed, counts, results)
             counts = () if compared is None else counts
             if not (divided or counts or parsed.space.offload or space.chunks or space.batch is not None):
-                queue = replace(queue, budget=CompileBudget(MOST_OF_REMAT + replaces))
+                queue = replace(queue, budget=CompileBudget(MOST_OF_REMAT + replaces + most_of_options(space)))
             queue = replace(queue, check=check)
             run_search(parsed, counts, queue.at_most(queue.budget.limit - bool(undonated) - replaces))
             if not results.entries:

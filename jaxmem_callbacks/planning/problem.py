@@ -27,6 +27,7 @@ from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import name_of
+from jaxmem_callbacks.records.compiler_options import CompilerOptions
 from jaxmem_callbacks.records.errors import (
     JaxmemError,
     LossRefusedError,
@@ -148,6 +149,7 @@ class Problem:
         batch_rows: Rows of the batch in ``args``, where batch sizes are searched.
         state_shardings: Shardings that the user pins the step's state to.
         gradients: Which of its gradients obey a policy, as in `jm.jit_step`.
+        weighs_overlap: Whether it counts how long the step waits for collectives, as where compiler options are searched.
         plain: The plain step outside any mesh, where it was traced before for these arguments: JAX then traces it once.
     """
 
@@ -165,6 +167,7 @@ class Problem:
     batch_rows: int | None = None
     state_shardings: Any = None
     gradients: Gradients = "own"
+    weighs_overlap: bool = False
     plain: JitStep[..., Any] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -233,6 +236,7 @@ class OwnStep:
         kwargs: Its keyword arguments.
         donation: The arguments to donate; None where it was left open.
         sharding: Where the state lies by the step's policy, or None.
+        compiler_options: Those of the step's policy, which every policy of the plan has, or None.
         state_shardings: What the state is pinned to, or None.
         gradients: Which gradients obey a policy.
     """
@@ -242,6 +246,7 @@ class OwnStep:
     kwargs: Mapping[str, Any]
     donation: Any = None
     sharding: str | ShardingRules | None = None
+    compiler_options: CompilerOptions | None = None
     state_shardings: Any = None
     gradients: Gradients = "own"
 
@@ -337,6 +342,7 @@ def own_step(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
             args=of_arrays.args,
             kwargs=of_arrays.kwargs,
             sharding=policy.sharding,
+            compiler_options=policy.options,
             gradients=train_step.gradients,
         )
     return OwnStep(
@@ -345,6 +351,7 @@ def own_step(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
         kwargs=kwargs,
         donation=train_step.donation,
         sharding=policy.sharding,
+        compiler_options=policy.options,
         state_shardings=train_step.state_shardings,
         gradients=train_step.gradients,
     )

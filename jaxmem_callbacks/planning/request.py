@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import numbers
 import os
@@ -11,6 +12,7 @@ from typing import Any, Literal, cast
 
 from jaxmem_callbacks.environment.process import DEFAULT_FRACTION, as_fraction, fraction_given
 from jaxmem_callbacks.programs.targets.target import Target
+from jaxmem_callbacks.records.compiler_options import OptionValue, require_option
 from jaxmem_callbacks.records.errors import PlanError, PolicyError, did_you_mean
 from jaxmem_callbacks.records.policies import SHARDING_SYNONYMS, ShardingRules, canonical_sharding
 from jaxmem_callbacks.records.units import MIB, format_bytes, is_whole, parse_bytes
@@ -183,7 +185,7 @@ def _attached() -> tuple[int | None, str]:
 
 # What is tried for `"sharding": True`; the last needs a second mesh axis.
 SHARDINGS = tuple(SHARDING_SYNONYMS)
-_KEYS = ("remat", "own_checkpoints", "offload", "microbatches", "chunks", "donate", "sharding", "batch")
+_KEYS = ("remat", "own_checkpoints", "offload", "microbatches", "chunks", "donate", "sharding", "batch", "compiler_options")
 _BATCH_KEYS = ("multiple_of", "at_most", "argnames")
 _EXAMPLE = 'search={"microbatches": [1, 2, 4], "sharding": True, "batch": {"multiple_of": 8, "at_most": 512}}'
 
@@ -216,6 +218,7 @@ class Space:
         donate: Whether the plan may donate what the step's own word does not.
         sharding: What to try for the state, in this order; None where it was left open.
         batch: Which batch sizes to try; None leaves the batch as it is.
+        compiler_options: Sets of the compiler's options to try; ``all`` for those that are known to move bytes.
     """
 
     remat: bool = True
@@ -226,6 +229,7 @@ class Space:
     donate: bool = False
     sharding: tuple[str | ShardingRules, ...] | None = None
     batch: BatchSizes | None = None
+    compiler_options: tuple[Mapping[str, OptionValue], ...] | Literal["all"] = ()
 
 
 def parse_search(search: Any) -> Space:
@@ -233,7 +237,7 @@ def parse_search(search: Any) -> Space:
 
     Args:
         search: None, or a mapping with some of the keys ``remat``, ``offload``, ``chunks``, ``microbatches``, ``donate``,
-            ``sharding`` and ``batch``.
+            ``sharding``, ``batch`` and ``compiler_options``.
 
     Raises:
         PlanError: an unknown key (with the nearest), a value that is none for its key, or offload without remat.
@@ -256,6 +260,7 @@ def parse_search(search: Any) -> Space:
         donate=_switch(given, "donate", default=False),
         sharding=_shardings(given.get("sharding")),
         batch=_batch(given.get("batch")),
+        compiler_options=_compiler_options(given.get("compiler_options")),
     )
 
 
@@ -307,6 +312,27 @@ def _shardings(value: Any) -> tuple[str | ShardingRules, ...] | None:
         msg = f'search["sharding"]={value!r}: {expected} Or True for {", ".join(SHARDINGS)}.'
         raise PlanError(msg) from None
     return found or None
+
+
+def _compiler_options(value: Any) -> tuple[dict[str, OptionValue], ...] | Literal["all"]:
+    """Each choice of one value for each option."""
+    if value is True:
+        return "all"
+    if value is None or value is False:
+        return ()
+    try:
+        lists = {name: list(each) if isinstance(each, list | tuple) else [each] for name, each in dict(value).items()}
+        for name, values in lists.items():
+            for each in values:
+                require_option(name, each)
+    except (PolicyError, TypeError, ValueError) as error:
+        words = f"{error} " if isinstance(error, PolicyError) else ""
+        msg = (
+            f'search["compiler_options"]={value!r}: {words}Expected lists of values by option, or True for those that are known '
+            'to move bytes. Type search={"compiler_options": {"xla_gpu_enable_latency_hiding_scheduler": [False]}}.'
+        )
+        raise PlanError(msg) from None
+    return tuple(dict(zip(lists, each, strict=True)) for each in itertools.product(*lists.values())) if lists else ()
 
 
 def _batch(value: Any) -> BatchSizes | None:

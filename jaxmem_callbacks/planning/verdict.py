@@ -11,7 +11,9 @@ import jax
 from jaxmem_callbacks.environment.process import FRACTION
 from jaxmem_callbacks.planning.candidate_policies import cuts_moved
 from jaxmem_callbacks.planning.chunk_candidates import FIRST_CHUNKS, largest_value
+from jaxmem_callbacks.planning.compile_limit import note_limit
 from jaxmem_callbacks.planning.compiles import CompileQueue, CompileResults, Entry
+from jaxmem_callbacks.planning.option_candidates import known_options
 from jaxmem_callbacks.planning.problem import (
     ParsedRequest,
     find_rows,
@@ -80,11 +82,14 @@ def searches(parsed: ParsedRequest, results: CompileResults) -> tuple[str, ...]:
         "microbatches=2,4": replace(problem.base, microbatches=2),
         "offload": cuts_moved(problem.base),
         "chunks": replace(problem.base, chunks=FIRST_CHUNKS),
+        "compiler_options": problem.base,
     }
+    save_bytes = problem.device_count > 1 and known_options(problem.platform)
     looked_at = {
         "microbatches=2,4": any(each.microbatches > 1 for each in tried) or "microbatches" in about,
         "offload": problem.platform == "cpu" or any(each.offload for each in tried) or "offload" in about,
         "chunks": any(each.chunked for each in tried),
+        "compiler_options": bool(parsed.space.compiler_options) or not save_bytes,
     }
     return tuple(
         advise("plan.search", search=way)
@@ -135,6 +140,7 @@ def note_choice(results: CompileResults, best: Entry, traced: Traced) -> None:
         for words in causes_of(best.compiler.problem.name, traced, best.candidate.peak):
             note(words)
     _note_share(results, best)
+    note_limit(results, best)
     _note_idle_devices(results, best)
     _note_undone(results, best)
     for words in large_constants(best.compiler.problem.name, best.candidate.step_bytes, best.candidate.constant_bytes):

@@ -132,7 +132,7 @@ def compiler_options_from(given: Any) -> CompilerOptions:
         msg = f"compiler_options have jax={line!r}: expected a version as a text, such as '0.12'."
         raise PolicyError(msg)
     for name, value in pairs.items():
-        _require_option(name, value)
+        require_option(name, value)
     return CompilerOptions(
         platform=cast("str", word),
         jax=jax_line(line),
@@ -140,7 +140,12 @@ def compiler_options_from(given: Any) -> CompilerOptions:
     )
 
 
-def _require_option(name: Any, value: Any) -> None:
+def require_option(name: Any, value: Any) -> None:
+    """Refuse what is no option of a compiler.
+
+    Raises:
+        PolicyError: another name than compilers have, or another value.
+    """
     if not isinstance(name, str) or not name.startswith(_PREFIX):
         bare = str(name).lstrip("-")
         hint = f" Write {bare!r}." if bare != name and bare.startswith(_PREFIX) else ""

@@ -15,7 +15,14 @@ from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import mesh_words
 from jaxmem_callbacks.records.units import GIB, format_bytes
 from jaxmem_callbacks.writers.plan_figure import plan_picture
-from jaxmem_callbacks.writers.plan_table import candidate_words, compiles_text, extra_text, plain_flops, plan_rows
+from jaxmem_callbacks.writers.plan_table import (
+    candidate_words,
+    compiles_text,
+    extra_text,
+    option_lines,
+    plain_flops,
+    plan_rows,
+)
 from jaxmem_callbacks.writers.protocol import LoggedTable, Record
 
 CANDIDATES_TAG, SOURCES_TAG = "plan/candidates", "plan/where_figures_come_from"
@@ -65,6 +72,8 @@ def _source_rows(record: PlanRecord) -> Iterator[tuple[str, str, str]]:
         yield "compiler option", f"{name}={value}", "set for all of these compiles"
     if record.margin:
         yield "left out", "unknown without the hardware", f"keep a margin: {record.margin}"
+    for line in option_lines(record):
+        yield "compiler options", "", line
     for note in record.notes:
         yield "note", "", note
 

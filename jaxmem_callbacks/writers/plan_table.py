@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Collection
 
+from jaxmem_callbacks.records.compiler_options import CompilerOptions
 from jaxmem_callbacks.records.documents import Document, Side, Table
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import mesh_words, policy_words
@@ -73,10 +74,30 @@ def candidate_words(candidate: Candidate, record: PlanRecord) -> str:
     rows = f" at {candidate.batch_rows} rows" if candidate.batch_rows is not None else ""
     is_other = bool(candidate.mesh) and dict(candidate.mesh) != dict(record.mesh)
     mesh = f" on mesh {mesh_words(candidate.mesh)}" if is_other else ""
-    words = policy_words(candidate.policy)
+    policy = candidate.policy
+    words = policy_words(dataclasses.replace(policy, compiler_options=None))
+    words += f", {_option_name(policy.options, record)}" if policy.options is not None else ""
     if record.is_as_written(candidate):
         words = words.replace("none", "the author's own checkpoints", 1)
     return words + rows + mesh
+
+
+def _option_name(options: CompilerOptions, record: PlanRecord) -> str:
+    """What the plan calls a set of compiler options, whose names are too long for a cell: ``options 1``."""
+    return f"options {_all_options(record).index(options) + 1}"
+
+
+def _all_options(record: PlanRecord) -> list[CompilerOptions]:
+    found = (each.policy.options for each in record.candidates)
+    return list(dict.fromkeys(each for each in found if each is not None))
+
+
+def option_lines(record: PlanRecord) -> list[str]:
+    """What each name of compiler options stands for, and where they count."""
+    return [
+        f"{_option_name(each, record)}, for {each.platform} and jax {each.jax}: {each.words}"
+        for each in _all_options(record)
+    ]
 
 
 def plain_flops(record: PlanRecord) -> int:
@@ -142,6 +163,7 @@ def _remarks(record: PlanRecord) -> list[str]:
         f"-> {candidate_words(chosen, record)}: {verdict}",
         *more,
         "* no other is better in both bytes and operations",
+        *option_lines(record),
     ]
     lines += _beside(chosen)
     lines += chosen.peak_sentences

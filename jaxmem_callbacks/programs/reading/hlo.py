@@ -567,14 +567,14 @@ def recomputed_flops(module: Module) -> int:
     inside = dict.fromkeys(fused, 0)
     for each in module.instructions.values() if fused else ():
         if each.computation in fused:
-            inside[each.computation] += _product(each, module)
+            inside[each.computation] += product_flops(each, module)
     return sum(
-        (_product(each, module) or math.prod(dimensions(each.shape))) + inside.get(each.calls or "", 0)
+        (product_flops(each, module) or math.prod(dimensions(each.shape))) + inside.get(each.calls or "", 0)
         for each in again
     )
 
 
-def _product(each: Instruction, module: Module) -> int:
+def product_flops(each: Instruction, module: Module) -> int:
     """Operations of a matrix product or convolution, also where a library is called for it, else 0."""
     shape = dimensions(each.shape)
     found = [module.instructions.get(name) for name in each.operands]
@@ -597,8 +597,8 @@ def _product(each: Instruction, module: Module) -> int:
     return 0
 
 
-_COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
-_COUNTED = {"fusion", *CALLING, *_COLLECTIVES, *(f"{each}-start" for each in _COLLECTIVES)}
+COLLECTIVES = {"all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute"}
+_COUNTED = {"fusion", *CALLING, *COLLECTIVES, *(f"{each}-start" for each in COLLECTIVES)}
 _TYPED_SHAPE = re.compile(r"([a-z]+\d*)\w*\[([\d,]*)\]")
 _CONDITION = re.compile(r"condition=%?([\w.-]+)")
 _TRIPS = re.compile(r'known_trip_count[^}]*?"n":"(\d+)"')
@@ -634,9 +634,9 @@ def collectives_of(module: Module, device_count: int) -> Collectives:
         if computation not in known:
             count = moved = 0
             for each in by_computation.get(computation, ()):
-                if each.opcode.removesuffix("-start") in _COLLECTIVES:
-                    count, moved = count + 1, moved + _moved(each, device_count)
-                for either, trips in _calls(each):
+                if each.opcode.removesuffix("-start") in COLLECTIVES:
+                    count, moved = count + 1, moved + moved_bytes(each, device_count)
+                for either, trips in calls_of(each):
                     inner = max(map(total, either), key=lambda branch: branch.moved_bytes)
                     count, moved = count + trips * inner.count, moved + trips * inner.moved_bytes
             known[computation] = Collectives(count, moved)
@@ -645,7 +645,7 @@ def collectives_of(module: Module, device_count: int) -> Collectives:
     return total(module.entry)
 
 
-def _calls(each: Instruction) -> Iterator[tuple[tuple[str, ...], int]]:
+def calls_of(each: Instruction) -> Iterator[tuple[tuple[str, ...], int]]:
     """Computations of which one runs, and how often: a loop's body, or the branches of a condition."""
     if each.opcode == "conditional":
         yield each.called, 1
@@ -664,8 +664,8 @@ def _devices_together(each: Instruction, device_count: int) -> int:
     return len(groups[1].split(",")) if groups[1] else int(groups[2])
 
 
-def _moved(each: Instruction, device_count: int) -> int:
-    """Bytes through the links; the size is that of the results, of a scatter parts of its operands."""
+def moved_bytes(each: Instruction, device_count: int) -> int:
+    """Bytes of a collective through the links; the size is that of the results, of a scatter parts of its operands."""
     operation, size, devices = (
         each.opcode.removesuffix("-start"),
         _result_bytes(each),
