@@ -97,9 +97,14 @@ def measure(target: str, name: str, remat: str, tried: Sequence[Options]) -> lis
     return rows
 
 
+def _known(target: str) -> tuple[Options, ...]:
+    hardware = resolve_target(target)
+    return known_options(hardware.platform, hardware.device_count)
+
+
 def summary(rows: Sequence[Row], target: str) -> dict[str, Any]:
     """Of each family the least part of its bytes that known options leave, and their geometric mean."""
-    known, parts = known_options(resolve_target(target).platform), dict[str, float]()
+    known, parts = _known(target), dict[str, float]()
     for name in FAMILIES:
         own = [
             row
@@ -123,25 +128,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     missing: dict[str, str] = {}
     for target in targets:
         try:
-            known = known_options(resolve_target(target).platform)
+            known = _known(target)
         except TargetError as error:
             missing[target] = str(error).partition("\n")[0]
             print(f"{target} is left out: {missing[target]}")
             continue
         one, remat, others = SWEPT[target]
-        every = list(FAMILIES) if (known and ":" in target) or target == "cpu" else []
+        every = list(FAMILIES) if known else []
         for name in every:
             rows += measure(target, name, "full", (*known, *(others if (name, "full") == (one, remat) else ())))
         if remat != "full" or not every:
             rows += measure(target, one, remat, (*(known if target == "cpu" else ()), *others))
-    summaries = {target: summary(rows, target) for target in targets if target not in missing}
-    write_result(
-        "compiler_options",
-        options="--targets " + " ".join(targets),
-        not_measured=missing,
-        summaries={target: each for target, each in summaries.items() if each["parts"]},
-        rows=rows,
-    )
+    summaries = {target: summary(rows, target) for target in targets if target not in missing and _known(target)}
+    asked = "--targets " + " ".join(targets)
+    write_result("compiler_options", options=asked, not_measured=missing, summaries=summaries, rows=rows)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,12 @@ SOURCES: dict[str, tuple[str, ...]] = {
 # Result files with names of their own -> the benchmark that writes them.
 NAMED = {"plan_nnx_transformer_h100_sxm": "plan_examples", "plan_pod_h100_sxm_64": "plan_examples"}
 # Benchmark or check -> its command, where that is not `make bench-` and its name.
-COMMANDS = {"check_wheel": "check-wheel", "frameworks": "test-adapters", "oom_report": "bench-recovery"}
+COMMANDS = {
+    "check_wheel": "check-wheel",
+    "compiler_options": "bench-options",
+    "frameworks": "test-adapters",
+    "oom_report": "bench-recovery",
+}
 # Checks that write a result file -> files that they rest on. What they check is the package as it was then, all of it, so that
 # these say only whether the same was asked.
 CHECKS: dict[str, tuple[str, ...]] = {

@@ -45,8 +45,13 @@ _OPTIMISTIC = 0.3
 _LESS = 0.95
 
 
-def known_options(platform: str) -> tuple[Row, ...]:
-    """The options that ``"compiler_options": True`` tries on a platform; empty where none is known to save bytes."""
+def known_options(platform: str, devices: int) -> tuple[Row, ...]:
+    """The options that ``"compiler_options": True`` tries on a platform; empty where none is known to save bytes.
+
+    On one GPU there are no collectives, and only the slop is left, which depends on the step and its budget.
+    """
+    if devices == 1 and platform_word(platform) == "gpu":
+        return ()
     return _KNOWN.get((platform_word(platform), jax_line(jax.__version__)), ())
 
 
@@ -70,7 +75,7 @@ def try_options(parsed: ParsedRequest, queue: CompileQueue) -> None:
         entry, policy = one
         queue.compile([(entry.compiler, policy)])
     platform = platform_word(parsed.problem.platform)
-    if len(queue.results.known) == before and not known_options(platform):
+    if len(queue.results.known) == before and not known_options(platform, parsed.problem.device_count):
         queue.results.note(
             f"Compiler options were not tried: none is known that saves bytes on {platform} by jax {jax_line(jax.__version__)}."
         )
@@ -125,7 +130,7 @@ def _known_for(entry: Entry) -> tuple[Row, ...]:
     """The known options for a step: on a GPU also the slop at which the compiler plans for the budget."""
     problem = entry.compiler.problem
     slop = slop_for_budget(entry.candidate, problem)
-    return (*known_options(problem.platform), *([] if slop is None else [{SLOP: slop}]))
+    return (*known_options(problem.platform, problem.device_count), *([] if slop is None else [{SLOP: slop}]))
 
 
 def _users(problem: Problem) -> set[str]:

@@ -84,7 +84,7 @@ def searches(parsed: ParsedRequest, results: CompileResults) -> tuple[str, ...]:
         "chunks": replace(problem.base, chunks=FIRST_CHUNKS),
         "compiler_options": problem.base,
     }
-    save_bytes = problem.device_count > 1 and known_options(problem.platform)
+    save_bytes = problem.device_count > 1 and known_options(problem.platform, problem.device_count)
     looked_at = {
         "microbatches=2,4": any(each.microbatches > 1 for each in tried) or "microbatches" in about,
         "offload": problem.platform == "cpu" or any(each.offload for each in tried) or "offload" in about,
