@@ -185,7 +185,17 @@ def _attached() -> tuple[int | None, str]:
 
 # What is tried for `"sharding": True`; the last needs a second mesh axis.
 SHARDINGS = tuple(SHARDING_SYNONYMS)
-_KEYS = ("remat", "own_checkpoints", "offload", "microbatches", "chunks", "donate", "sharding", "batch", "compiler_options")
+_KEYS = (
+    "remat",
+    "own_checkpoints",
+    "offload",
+    "microbatches",
+    "chunks",
+    "donate",
+    "sharding",
+    "batch",
+    "compiler_options",
+)
 _BATCH_KEYS = ("multiple_of", "at_most", "argnames")
 _EXAMPLE = 'search={"microbatches": [1, 2, 4], "sharding": True, "batch": {"multiple_of": 8, "at_most": 512}}'
 
