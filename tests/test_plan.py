@@ -235,6 +235,8 @@ def test_a_plan_as_preset_as_json_as_html_and_as_a_picture(frontier: jm.Plan, tm
     figures = json.loads(plan.to_json())
     assert figures["candidates"][figures["chosen"]]["step_bytes"] == plan.chosen.step_bytes
     assert "<table>" in plan._repr_html_()
+    assert plan.to_html(tmp_path / "plan.html") == tmp_path / "plan.html"
+    assert plan.record.target in (tmp_path / "plan.html").read_text()
     plan.figure().savefig(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
 from tests.browser import Browser, contrasts, cut_off, cut_off_when_narrow, keep_picture
-from tests.rich_runs import write_rich_run
+from tests.rich_runs import rich_plan, write_rich_run
 from tests.sample_runs import HOSTILE, hostile_plan, write_run
 
 pytestmark = pytest.mark.browser
@@ -201,6 +202,38 @@ def test_a_run_without_memory_has_a_page_too(browser: Browser, tmp_path: Path):
     assert main(["report", str(tmp_path)]) == 0
     browser.open((tmp_path / "report.html").as_uri())
     assert browser.wait_for(lambda: "There is no figure, since no memory was read." in browser.text())
+    assert browser.errors() == []
+
+
+def test_a_plan_is_a_page_of_its_own(browser: Browser, tmp_path: Path):
+    path = jm.Plan(rich_plan(1.0)).to_html(tmp_path / "plan.html")
+    assert path.stat().st_size < 300_000
+    browser.errors()
+    browser.open(path.as_uri())
+    assert browser.wait_for(lambda: count(browser, "#plan circle") == 6)
+    assert browser.run("return [...document.querySelectorAll('h2')].map(one => one.textContent)") == [
+        "What makes the peak",
+        "The plan",
+        "Details",
+    ]
+    browser.run("document.querySelectorAll('#plan circle')[4].dispatchEvent(new MouseEvent('click'))")
+    assert (
+        browser.run("return document.querySelector('#plan pre').innerText") == "policy:\n  remat: full\n  keep: 0.2\n"
+    )
+    keep_picture(browser, "plan")
+    assert browser.errors() == []
+
+
+def test_a_plan_in_a_notebook_is_a_frame_that_reaches_nothing(browser: Browser, tmp_path: Path):
+    notebook = tmp_path / "notebook.html"
+    notebook.write_text(f"<body>{jm.Plan(hostile_plan())._repr_html_()}</body>", "utf-8")
+    browser.errors()
+    browser.open(notebook.as_uri())
+    frame = "document.querySelector('iframe')"
+    assert browser.run(f"return [{frame}.getAttribute('sandbox'), {frame}.contentDocument]") == ["allow-scripts", None]
+    keep_picture(browser, "notebook")
+    assert browser.run("return window.hurt === undefined")
+    assert "As a table" in browser.text()
     assert browser.errors() == []
 
 

@@ -99,6 +99,7 @@ def plans(state: State, batch: Batch) -> jm.Plan:
     assert_type(plan.candidates, tuple[Candidate, ...])
     assert_type(plan.frontier, tuple[Candidate, ...])
     assert_type(plan.to_tensorboard("runs/plan"), Path)
+    assert_type(plan.to_html("plan.html"), Path)
     assert_type(plan.figure(), Figure)
     assert_type(jm.load_plan("plan.json"), jm.Plan)
     jm.MemoryMonitor(plan="plan.json").close()

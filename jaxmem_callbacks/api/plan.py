@@ -20,14 +20,17 @@ from jaxmem_callbacks.planning.verdict import unfit_reason
 from jaxmem_callbacks.readers.decoding import read_plan
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import require, require_path
-from jaxmem_callbacks.records.documents import as_html, as_text
+from jaxmem_callbacks.records.documents import Section, as_html, as_text
 from jaxmem_callbacks.records.errors import PlanError
+from jaxmem_callbacks.records.files import write_file
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy, UnfitPolicy, policy_words
 from jaxmem_callbacks.records.presets import EnvironmentSettings, Preset
 from jaxmem_callbacks.records.secrets import scrubbed
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.writers.page import framed, page_html
+from jaxmem_callbacks.writers.page_model import plan_page_model
 from jaxmem_callbacks.writers.plan_figure import plan_figure
 from jaxmem_callbacks.writers.plan_page import write_plan_run
 from jaxmem_callbacks.writers.plan_progress import in_notebook, plan_progress
@@ -234,8 +237,31 @@ class Plan:
     def __repr__(self) -> str:
         return f"<Plan of {self.record.step} for {self.record.target}: {policy_words(self.chosen.policy)}>"
 
+    def to_html(self, path: str | os.PathLike[str]) -> Path:
+        """Write the plan as one self-contained page: each policy with its bytes and cost, and its preset to paste.
+
+        Args:
+            path: Such as ``plan.html``; a file that is there is replaced.
+
+        Returns:
+            The path.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        found = require_path("Plan.to_html", "path", path, "plan.html")
+        write_file(found, page_html(self._page()), private=True)
+        return found
+
+    def _page(self) -> dict[str, Any]:
+        document = plan_document(self.record, self.frontier)
+        return plan_page_model(
+            self.record, [Section("Every candidate, and what the figures leave out", document.blocks)]
+        )
+
     def _repr_html_(self) -> str:
-        return as_html(plan_document(self.record, self.frontier))
+        table = as_html(plan_document(self.record, self.frontier))  # for viewers that show no frames
+        return f"{framed(self._page(), height=620)}<details><summary>As a table</summary>{table}</details>"
 
 
 @contextmanager

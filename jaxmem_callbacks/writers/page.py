@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import html
 import importlib.resources
 import json
 import re
@@ -83,3 +84,15 @@ def page_html(model: Mapping[str, Any]) -> str:
         f'</main>\n<script type="application/json" id="{_MODEL}">{data}</script>\n'
         f'<script type="module">{script}</script>\n</body></html>\n'
     )
+
+
+def framed(model: Mapping[str, Any], *, height: int) -> str:
+    """The page as a frame in a notebook's output, which reaches nothing outside of itself.
+
+    Args:
+        model: As that of `page_html`.
+        height: In pixels.
+    """
+    page = html.escape(page_html(model))
+    style = f"width:100%;height:{height}px;border:0;color-scheme:light dark"
+    return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'

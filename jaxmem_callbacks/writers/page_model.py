@@ -379,6 +379,28 @@ def plan_model(record: PlanRecord, story: RunSummary | None = None) -> dict[str,
     }
 
 
+def plan_page_model(record: PlanRecord, details: Sequence[Block]) -> dict[str, Any]:
+    """The model of the page of a plan by itself.
+
+    Args:
+        record: The plan.
+        details: What the page shows below it, folded.
+    """
+    chosen = record.candidates[record.chosen]
+    peak = chosen.placed_elsewhere or chosen.peak
+    run: dict[str, Any] = {
+        "run": "plan",
+        "name": record.step,
+        "plan": plan_model(record),
+        "details": as_blocks(details),
+    }
+    if peak is not None:
+        shown_as = peak_model(peak) | {"source": "of the chosen candidate"}
+        run["programs"] = [{"name": record.step, "bytes": chosen.step_bytes, "peak": shown_as}]
+    title = f"Plan of {record.step} for {record.target}"
+    return clean({"format": FORMAT, "title": title, "summary": f"{record.reason}.", "runs": [run], "footer": ""})
+
+
 def _candidate(each: Candidate, record: PlanRecord) -> dict[str, Any]:
     found: dict[str, Any] = {
         "words": candidate_words(each, record),

@@ -2,7 +2,7 @@
 
 import { bytes, el, scale, sized, swatch, tip, untip, whole } from "./draw.js";
 
-const ROW = 30, GAP = 14, LABEL = 118;
+const ROW = 30, GAP = 14, LABEL = 140;
 
 export function theHeap(run) {
   const heaps = run.heaps || [];

@@ -9,15 +9,15 @@ import { theHeap } from "./heap.js";
 
 const MOST_SIDE_BY_SIDE = 3, EVENTS_AT_ONCE = 25;
 const SECTIONS = [
-  ["glance", "At a glance", atAGlance, () => true],
+  ["glance", "At a glance", atAGlance, run => run.glance],
   ["open", "What happened, and what to do", run => blocks(run.open), run => run.open],
   ["time", "Over time", overTime, run => run.curves],
   ["peak", "What makes the peak", whatMakesThePeak, run => run.programs],
   ["step", "Within a step", withinAStep, run => (run.programs || []).some(one => one.step)],
   ["plan", "The plan", (run, page) => thePlan(run.plan, initial => page.keep(run, "plan", initial)), run => run.plan],
   ["heap", "The heap", theHeap, run => (run.heaps || []).length],
-  ["events", "Events, and what to do", theEvents, run => run.events],
-  ["details", "Details", theDetails, () => true],
+  ["events", "Events, and what to do", theEvents, run => run.events && (run.events.length || !run.open)],
+  ["details", "Details", theDetails, run => run.details],
 ];
 
 // Show entries: runs with their models, of which those that are not there yet are loaded when they are picked.
@@ -108,7 +108,7 @@ function atAGlance(run, page) {
     glance.limit_bytes && glance.high ? ["headroom", glance.limit_bytes >= glance.high.bytes ? bytes(glance.limit_bytes - glance.high.bytes) : "none",
       `of the limit of ${bytes(glance.limit_bytes)}`] : null,
     glance.program ? ["needs most", bytes(glance.program.bytes), `${glance.program.name}, by its compiler${glance.limit_bytes ? `: ${percent(glance.program.bytes / glance.limit_bytes)} of the limit` : ""}`] : null,
-    run.events ? ["events", whole(run.events.length + (run.elsewhere || []).length), kinds(run.events)] : null,
+    run.events && (run.events.length || !run.open) ? ["events", whole(run.events.length + (run.elsewhere || []).length), kinds(run.events)] : null,
   ].filter(Boolean);
   return el("div", { class: "glance" },
     el("p", { class: `verdict ${glance.level}` }, glance.verdict),

@@ -79,7 +79,7 @@ function draw(view, map, head, width, again) {
       if (cell.width > 54 && cell.height > 20) {
         node.append(svg("text", { x: cell.x + 7, y: cell.y + 16 }, fit(name(buffer, group), cell.width - 12, 6.6)));
         if (cell.height > 37) node.append(svg("text", { class: "second", x: cell.x + 7, y: cell.y + 31 }, fit(bytes(buffer.bytes), cell.width - 12, 6.6)));
-        if (cell.height > 56 && buffer.source) node.append(svg("text", { class: "second", x: cell.x + 7, y: cell.y + 46 }, fit(buffer.source, cell.width - 12, 6.6)));
+        if (cell.height > 56 && buffer.source) node.append(svg("text", { class: "second", x: cell.x + 7, y: cell.y + 46 }, fit(buffer.source.split("/").pop(), cell.width - 12, 6.6)));
       }
       const words = event => tip(event, el("strong", {}, `${bytes(buffer.bytes)}, ${percent(buffer.bytes / peak.bytes)} of the peak`),
         el("div", {}, swatch(colour(group.name)), group.name), buffer.shape, buffer.operation, buffer.source, buffer.why);
@@ -128,7 +128,7 @@ function describe(view, about, again) {
   const groups = tree(peak);
   const rows = (view.group ? groups.filter(group => group.name === view.group) : groups).flatMap(group => group.children)
     .filter(buffer => !buffer.rest).sort((a, b) => b.bytes - a.bytes).slice(0, 12)
-    .map(buffer => [bytes(buffer.bytes), percent(buffer.bytes / peak.bytes), buffer.group, short(buffer.shape), buffer.operation || "", buffer.source || ""]);
+    .map(buffer => [bytes(buffer.bytes), percent(buffer.bytes / peak.bytes), buffer.group, short(buffer.shape), buffer.operation || "", (buffer.source || "").split("/").pop()]);
   const keys = el("ul", { class: "keys" }, groups.map(group => el("li", {}, el("button", { type: "button", "aria-pressed": String(!view.group || view.group === group.name),
     onclick: () => { view.group = view.group === group.name ? null : group.name; again(); } },
   swatch(colour(group.name)), `${group.name} ${bytes(group.bytes)}, ${percent(group.bytes / peak.bytes)}`))));

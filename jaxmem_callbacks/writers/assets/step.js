@@ -1,13 +1,14 @@
 // Within a step: bytes over the program's schedule, and each large block with its line.
 
-import { bytes, choose, el, scale, sized, svg, swatch, ticks, tip, untip, whole } from "./draw.js";
+import { bytes, choose, el, scale, sized, svg, swatch, switches, ticks, tip, untip, whole } from "./draw.js";
 import { colour } from "./peak.js";
 
 const LEFT = 62, RIGHT = 14, TOP = 18, BOTTOM = 34;
 
 export function withinAStep(run) {
   const programs = run.programs.filter(one => one.step).sort((a, b) => b.bytes - a.bytes);
-  const view = { program: programs[0], from: null, to: null, picked: null };
+  const { step } = programs[0];
+  const view = { program: programs[0], from: null, to: null, whole: step.held_bytes < 0.5 * Math.max(...step.curve.map(([, size]) => size)) };
   const chart = el("div", { class: "chart" });
   const about = el("p", { class: "soft", role: "status" });
   let width = 0;
@@ -15,6 +16,7 @@ export function withinAStep(run) {
   sized(chart, now => { width = now; again(); });
   return el("div", {}, el("div", { class: "controls" },
     programs.length > 1 ? choose("program", programs.map(one => [one, one.name]), view.program, value => { Object.assign(view, { program: value, from: null, to: null }); again(); }) : null,
+    switches("vertical axis", [[false, "temporaries"], [true, "all memory"]], view.whole, value => { view.whole = value; again(); }),
     el("button", { type: "button", class: "quiet", onclick: () => { view.from = view.to = null; again(); } }, "Whole step"),
     el("span", { class: "hint" }, "Drag to zoom. A block is a value, from where it is made to its last use.")), chart, about);
 }
@@ -23,21 +25,22 @@ function draw(view, chart, about, width, again) {
   const { length, blocks: list, curve, held_bytes: held, peak_at: peakAt } = view.program.step;
   const from = view.from ?? 0, to = Math.max(view.to ?? length, from + 1);
   const height = width < 560 ? 280 : 380, floor = height - BOTTOM;
-  const most = 1.04 * Math.max(1, ...curve.map(([, size]) => size));
-  const x = scale(from, to, LEFT, width - RIGHT), y = scale(0, most, floor, TOP);
+  const ground = view.whole ? 0 : held;
+  const most = ground + 1.04 * Math.max(1, ...curve.map(([, size]) => size - ground), ...list.map(block => block.base + block.bytes - ground));
+  const x = scale(from, to, LEFT, width - RIGHT), y = scale(ground, most, floor, TOP);
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, tabindex: 0, role: "application",
     "aria-label": "Bytes over the schedule of the step. Left and right go through its largest blocks, plus and minus zoom." });
-  for (const value of ticks(0, most, 5, true)) {
+  for (const value of ticks(ground, most, 5, true)) {
     picture.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }),
       svg("text", { class: "tick", x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, value ? bytes(value) : "0"));
   }
   const clip = value => x(Math.min(Math.max(value, from), to));
-  if (held) {
+  if (held && view.whole) {
     picture.append(svg("rect", { class: "held", x: LEFT, y: y(held), width: width - LEFT - RIGHT, height: floor - y(held) }),
       svg("text", { class: "tick", x: LEFT + 8, y: floor - 8 }, `arguments, results and constants, ${bytes(held)}`));
   }
   const points = curve.map(([at, size], number) => `${number ? "H" : "M"}${clip(at).toFixed(1)}${number ? "V" : " "}${y(size).toFixed(1)}`).join("");
-  picture.append(svg("path", { class: "area in-use", d: `${points}H${clip(length)}V${y(0)}H${clip(0)}Z` }));
+  picture.append(svg("path", { class: "area in-use", d: `${points}H${clip(length)}V${floor}H${clip(0)}Z` }));
   const nodes = list.filter(block => block.last >= from && block.first <= to).map(block => {
     const left = clip(block.first), right = clip(block.last + 1);
     const tall = Math.max(y(block.base) - y(block.base + block.bytes), 0.5);
@@ -93,6 +96,6 @@ function draw(view, chart, about, width, again) {
     else return;
     event.preventDefault();
   });
-  about.textContent = `${view.program.name}: ${whole(length)} instructions, the largest ${list.length} blocks are drawn.`;
+  about.textContent = `${view.program.name}: ${whole(length)} instructions, the largest ${list.length} blocks are drawn${held && !view.whole ? `, above ${bytes(held)} of arguments, results and constants` : ""}.`;
   chart.replaceChildren(picture);
 }
