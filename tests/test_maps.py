@@ -204,6 +204,19 @@ def test_what_is_no_map_is_refused(name: str) -> None:
         at_positions(NO_MAPS[name], (FIRST,), X)
 
 
+@pytest.mark.parametrize("draw", [lambda k: jax.random.bits(k, (3,)), jax.random.split])
+def test_keys_that_draw_together_are_refused(draw: Any) -> None:
+    keys = jax.random.split(jax.random.key(0, impl="unsafe_rbg"), ROWS)
+    with pytest.raises(NotAMapError, match="works along the dimension"):
+        at_positions(jax.vmap(draw), (FIRST,), keys)
+
+
+def test_numbers_folded_into_keys_are_a_map() -> None:
+    keys, numbers = jax.random.split(KEY, ROWS), jnp.arange(ROWS)
+    ((ours, _, whole),) = at_positions(jax.vmap(jax.random.fold_in), (FIRST, FIRST), keys, numbers)
+    np.testing.assert_array_equal(jax.random.key_data(ours), jax.random.key_data(whole))
+
+
 def test_a_message_names_the_equation_and_what_it_does() -> None:
     with pytest.raises(NotAMapError, match=r"`cumsum`, which makes float32\[6,4,5\], works along the dimension"):
         at_positions(NO_MAPS["cumsum"], (FIRST,), X)

@@ -57,7 +57,7 @@ _ELEMENTWISE = (
     "convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag "
     "integer_pow is_finite le lgamma log log1p logistic lt max min mul name ne neg nextafter not or polygamma population_count "
     "pow real reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic "
-    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor random_fold_in"
+    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor"
 )
 _REDUCTIONS = "argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor"
 # Along the dimension that this parameter names, positions meet each other; along every other they do not.
@@ -69,6 +69,8 @@ _ALONG = {"cumlogsumexp": "axis", "cummax": "axis", "cummin": "axis", "cumprod":
 }
 # Work on the last so many dimensions; those before them are batches.
 _LAST = {"cholesky": 2, "eigh": 2, "householder_product": 2, "lu": 2, "qr": 2, "svd": 2, "triangular_solve": 2}
+# The dtype of keys of threefry2x32.
+_INDEPENDENT_KEYS = "key<fry>"
 # What an explicit mesh says of a result: no part of one lies so.
 _PLACED = ("out_sharding", "sharding")
 # One way in which a dimension passes: its axis in each operand (None: the operand whole) and in each result.
@@ -201,7 +203,15 @@ def _reversed(eqn: Any) -> list[_Way]:
 
 
 def _of_keys(eqn: Any) -> list[_Way]:
-    """Random keys: each has draws of its own, and those of one are made together."""
+    """Random keys in other words, and draws: each key has draws of its own, and those of one are made together.
+
+    Under implementations other than JAX's default the keys of a batch draw together.
+    """
+    draws = eqn.primitive.name in {"random_bits", "random_split", "random_fold_in"}
+    if draws and str(eqn.invars[0].aval.dtype) != _INDEPENDENT_KEYS:
+        return []
+    if eqn.primitive.name == "random_fold_in":
+        return _same(eqn)
     few = min(eqn.invars[0].aval.ndim, eqn.outvars[0].aval.ndim)
     return [((axis,), (axis,)) for axis in range(few)]
 
@@ -216,7 +226,7 @@ _WAYS: dict[str, Callable[[Any], list[_Way]]] = {
     **dict.fromkeys(_REDUCTIONS.split(), _reduced),
     **dict.fromkeys(_ALONG, _along),
     **dict.fromkeys(_LAST, _batched),
-    **dict.fromkeys(("random_bits", "random_split", "random_unwrap", "random_wrap"), _of_keys),
+    **dict.fromkeys(("random_bits", "random_fold_in", "random_split", "random_unwrap", "random_wrap"), _of_keys),
     **dict.fromkeys(("dynamic_slice", "dynamic_update_slice"), _sliced_elsewhere),
     **dict.fromkeys(("reduce_window_max", "reduce_window_min", "reduce_window_sum"), _windowed),
     "bitcast_convert_type": _same,
