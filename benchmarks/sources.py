@@ -29,6 +29,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "accumulation": ("_compat", "transforms", "programs/steps"),
     "analytic": ("_compat", "transforms", "planning"),
     "adapters": ("callbacks", "writers"),
+    "chunked_head": ("_compat", "transforms", "programs"),
     "frameworks": (
         *(f"jaxmem_callbacks/integrations/{name}.py" for name in ("keras", "kauldron", "tunix")),
         "jaxmem_callbacks/transforms/prefetch.py",
@@ -74,6 +75,7 @@ NAMED = {"plan_nnx_transformer_h100_sxm": "plan_examples", "plan_pod_h100_sxm_64
 # Benchmark or check -> its command, where that is not `make bench-` and its name.
 COMMANDS = {
     "check_wheel": "check-wheel",
+    "chunked_head": "bench-chunks",
     "compiler_options": "bench-options",
     "frameworks": "test-adapters",
     "oom_report": "bench-recovery",
