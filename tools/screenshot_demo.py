@@ -94,8 +94,9 @@ def photograph(logdir: Path, out: Path, tags: str) -> None:
 def photograph_page(page: Path, path: Path) -> None:
     """Save the top of a page."""
     with Browser() as browser:
-        browser.resize(1100, 1000)
+        browser.resize(1200, 1150)
         browser.open(page.as_uri())
+        browser.wait_for(lambda: browser.run("return document.querySelector('#time svg, #peak svg') !== null"))
         browser.screenshot(path)
 
 
