@@ -1,25 +1,53 @@
-"""``jaxmem compare A B``: what grew between two runs, plans or saved step memories, with an exit code that is a gate."""
+"""``jaxmem compare A B``: what grew between two runs, plans or saved step memories, with an exit code that is a gate.
+
+``jaxmem compare --jax PYTHON_A --jax PYTHON_B SCRIPT``: which buffers of one step are new under another JAX.
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+from fractions import Fraction
+from typing import Any
 
-from jaxmem_callbacks.analysis.comparing import growth, growth_document, growth_json, parse_share
+from jaxmem_callbacks.analysis.buffer_changes import BufferChanges, buffer_changes, changes_document
+from jaxmem_callbacks.analysis.comparing import Growth, growth, growth_document, growth_json, parse_share
 from jaxmem_callbacks.cli.exit_codes import GREW, OK
-from jaxmem_callbacks.cli.typed import place
+from jaxmem_callbacks.cli.other_jax import inspect_by, version_words
+from jaxmem_callbacks.cli.typed import place, whole
 from jaxmem_callbacks.readers.accounts import read_account
 from jaxmem_callbacks.records.documents import as_text
+from jaxmem_callbacks.records.errors import ComparisonError
 from jaxmem_callbacks.records.terminal import put
+
+_TWO = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument(
-        "before", metavar="A", type=place, help="a logdir, a plan's JSON, or `jaxmem inspect --json` output"
+        "before",
+        metavar="A",
+        type=place,
+        help="a logdir, a plan's JSON, or `jaxmem inspect --json` output; with --jax the script",
     )
-    parser.add_argument("after", metavar="B", type=place, help="the same of today")
+    parser.add_argument("after", metavar="B", type=place, nargs="?", help="the same of today; nothing with --jax")
     parser.add_argument(
         "--max-regress", metavar="N%", help="exit with 1 where judged bytes grew by more; without it nothing is judged"
+    )
+    parser.add_argument(
+        "--jax",
+        metavar="PYTHON",
+        action="append",
+        default=[],
+        help="an interpreter, given twice: which buffers of a script's step are new under the JAX of the second",
+    )
+    parser.add_argument(
+        "--target", metavar="T", help="with --jax: compile for hardware that is not here, such as h100_sxm"
+    )
+    parser.add_argument(
+        "--top", type=whole("lines"), default=10, metavar="N", help="with --jax: lines of new buffers to show (10)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
 
@@ -34,7 +62,45 @@ def run(args: argparse.Namespace) -> int:
         JaxmemError: two different things, or files that have no account; the command line turns it into exit code 2.
     """
     most = None if args.max_regress is None else parse_share(args.max_regress)
+    if args.jax:
+        return _between_versions(args, most)
+    if args.after is None:
+        msg = f"There is nothing to compare {args.before} with. Expected two paths, or a script and two interpreters."
+        raise ComparisonError(msg)
+    if args.target is not None:
+        msg = "A target belongs to a comparison of two interpreters: what lies in files was compiled already."
+        raise ComparisonError(msg)
     before, after = read_account(args.before), read_account(args.after)
     found = growth(before, after, most)
     put((growth_json(found) if args.json else as_text(growth_document(found, after))) + "\n", as_json=args.json)
     return GREW if found.too_much else OK
+
+
+def _between_versions(args: argparse.Namespace, most: Fraction | None) -> int:
+    """Inspect one script by two interpreters, compare, print."""
+    if len(args.jax) != _TWO or args.after is not None:
+        given = (
+            f"{len(args.jax)} interpreter{'s' if len(args.jax) > 1 else ''} and {1 + (args.after is not None)} paths"
+        )
+        msg = f"Expected one script and two interpreters, got {given}."
+        raise ComparisonError(msg)
+    first, second = (inspect_by(python, str(args.before), args.target) for python in args.jax)
+    found = growth(first.account, second.account, most)
+    buffers = buffer_changes(first.buffers, second.buffers)
+    if args.json:
+        put(json.dumps(_as_json(found, buffers), indent=1) + "\n", as_json=True)
+    else:
+        names = version_words(first.account), version_words(second.account)
+        shown = growth_document(found, second.account), changes_document(buffers, *names, args.top)
+        put("\n\n".join(map(as_text, shown)) + "\n")
+    return GREW if found.too_much else OK
+
+
+def _as_json(found: Growth, buffers: BufferChanges) -> dict[str, Any]:
+    return {
+        **json.loads(growth_json(found)),
+        "added_bytes": buffers.added_bytes,
+        "named_share": buffers.named_share,
+        "new_buffers": [dataclasses.asdict(each) for each in buffers.new],
+        "gone_buffers": [dataclasses.asdict(each) for each in buffers.gone],
+    }
