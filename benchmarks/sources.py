@@ -136,12 +136,18 @@ def row_hashes(model: str, policy: str, *, root: Path = ROOT) -> dict[str, str]:
     A plan rests on how policies are searched, "ours as" a policy by hand only on what makes the step of a given one.
     """
     code = _code(root)
-    own = code.reached([root / "benchmarks" / "plan_models" / f"{model}.py"])
+    own = code.reached([_file_of(root, model)])
     hashes = {"source": code_hash(own, [each for each in own if each.module.startswith("benchmarks.plan_models.")])}
     if policy.startswith("ours"):
         reached = code.reached([root / (SEARCHED if policy == "ours" else GIVEN)])
         hashes["library"] = code_hash(reached, [each for each in reached if _is_in(each, PLANNING_ROOMS)])
     return hashes
+
+
+def _file_of(root: Path, model: str) -> Path:
+    """The file that makes a model; one may make several."""
+    files = sorted((root / "benchmarks" / "plan_models").glob("*.py"))
+    return next(file for file in files if f"\ndef {model}(" in file.read_text("utf-8"))
 
 
 def planned_segments(ours: Mapping[str, Any]) -> int | str | None:

@@ -43,14 +43,32 @@ TINY = {
     "equinox_transformer": {"batch": 2, "length": 6, "width": 8, "heads": 2, "layers": 1, "vocabulary": 11},
     "mixer": {"batch": 2, "size": 8, "patch": 4, "width": 8, "hidden": 8, "layers": 1, "classes": 5},
     "encoder_decoder": {"batch": 2, "length": 6, "width": 8, "heads": 2, "layers": 1, "vocabulary": 11},
+    "nanodo": {"batch": 2, "length": 6, "width": 8, "heads": 2, "layers": 2, "vocabulary": 11},
+    "lm1b": {"batch": 2, "length": 6, "width": 8, "heads": 2, "layers": 2, "vocabulary": 11},
+    "gpt_512_words": {"batch": 2, "length": 6, "width": 8, "heads": 2, "layers": 2, "vocabulary": 11},
+    "gpt_50k_words": {"batch": 2, "length": 6, "width": 8, "heads": 2, "layers": 2, "vocabulary": 11},
+    "gpt_131k_words": {"batch": 2, "length": 6, "width": 8, "heads": 2, "layers": 2, "vocabulary": 11},
+    "maxtext_decoder": {"batch": 2, "length": 6, "width": 8, "heads": 2, "layers": 2, "vocabulary": 11},
+    "big_vision_vit": {"batch": 2, "size": 8, "patch": 4, "width": 8, "heads": 2, "layers": 2, "classes": 5},
+    "dit": {"batch": 2, "size": 4, "patch": 2, "width": 8, "heads": 2, "layers": 2, "classes": 5},
+    "ppo": {
+        "environments": 4, "length": 4, "minibatches": 2, "epochs": 1, "updates": 2,
+        "state": 4, "width": 8, "layers": 2, "actions": 3,
+    },
+    "haiku_transformer": {"batch": 2, "length": 6, "width": 8, "heads": 2, "layers": 2, "vocabulary": 11},
+    "equinox_vit": {"batch": 2, "size": 8, "patch": 4, "width": 8, "heads": 2, "layers": 2, "classes": 5},
 }  # fmt: skip
-FLOAT32_ONLY = ("lstm", "equinox_transformer", "mixer")
+FLOAT32_ONLY = ("lstm", "equinox_transformer", "mixer", "ppo", "haiku_transformer", "equinox_vit")
 HAND = [
     (name, remat)
     for name in TINY
     for remat in (
         ["full", "dots", "chunked"] if name == "lstm" else
         ["full", "names"] if name in {"resnet", "unet"} else
+        [
+            "full", "minimal", "minimal_with_context", "save_qkv_proj", "save_out_proj", "save_dot_except_mlpwi",
+            "save_dot_except_mlp", "save_dot_with_context_except_mlp",
+        ] if name == "maxtext_decoder" else
         ["full", "dots", "dots_no_batch", "names"]
     )
 ]  # fmt: skip
@@ -151,8 +169,12 @@ def test_every_family_and_every_policy_is_tested() -> None:
 def test_remat_by_hand_is_there(name, remat) -> None:
     named, policies = names_and_policies(name, remat)
     assert policies
-    assert named == (remat == "names")
-    if remat != "names":
+    # MaxText's own policies are all of names, but for the one that keeps nothing.
+    assert named == (remat == "names" or name == "maxtext_decoder")
+    if name == "maxtext_decoder":
+        assert len(set(policies)) == 1
+        assert (policies[0] is None) == (remat == "full")
+    elif remat != "names":
         assert set(policies) == {None if remat == "chunked" else policy(remat, ())}
 
 
