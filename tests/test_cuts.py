@@ -22,9 +22,13 @@ def landscapes(draw: st.DrawFn) -> LiveBytesProfile:
     spans = [(draw(sizes), made, draw(st.integers(made, length)), draw(st.integers(-1, length - 1))) for made in makers]
     held = [(draw(sizes), made, draw(st.integers(made, length - 1))) for made in range(length)]
     numbers = st.lists(sizes, min_size=length, max_size=length).map(np.array)
+    needed_from = [draw(st.integers(place, length)) for place in range(length)]
     return LiveBytesProfile(
         spans=np.array(spans, np.int64).reshape(-1, 4),
         held=np.array(held, np.int64),
+        kept=np.array([(size, maker, first) for size, maker, first in held if size], np.int64).reshape(-1, 3),
+        work=draw(numbers).astype(np.float64),
+        needed_from=np.array(needed_from, np.int64),
         gradients=draw(st.lists(sizes, min_size=length + 1, max_size=length + 1).map(np.array)),
         made=draw(st.lists(st.integers(-1, 50), min_size=length, max_size=length).map(np.array)),
         stored=draw(numbers) * (draw(st.integers(0, 3)) == 0),
@@ -39,6 +43,9 @@ def even(length: int, *, residual: int = 0, last_product: int | None = None) -> 
     return LiveBytesProfile(
         spans=np.array([(10, made, made, made) for made in range(1, length + 1)], np.int64),
         held=np.array([(40, made, made) for made in range(length)], np.int64),
+        kept=np.array([(40, made, made) for made in range(length)], np.int64),
+        work=np.ones(length),
+        needed_from=np.arange(length),
         gradients=np.full(length + 1, 10),
         made=np.full(length, 10),
         stored=np.zeros(length, np.int64),
@@ -108,6 +115,34 @@ def test_no_choice_of_cuts_has_a_smaller_estimated_peak(land: LiveBytesProfile) 
     if (work > 0).all():
         assert peak(land, cuts) <= SLACK * min(peak(land, c) for c in candidates)
     assert peak(land, cuts) <= peak(land, land.forced)
+
+
+def again(land: LiveBytesProfile, cuts: tuple[int, ...]) -> float:
+    """Work that segments do again: an equation's, where one of its segment needs something made of it. The last does none."""
+    bounds = [0, *cuts]
+    return sum(
+        land.work[place]
+        for start, end in itertools.pairwise(bounds)
+        for place in range(start, end)
+        if land.needed_from[place] < end
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(landscapes())
+def test_unfused_cuts_do_least_work_again_of_those_near_the_smallest_peak(land: LiveBytesProfile) -> None:
+    unfused = land.unfused()
+    assert not unfused.fuses
+    cuts = tuple(choose_cuts(unfused))
+    beside = {place for place in range(1, land.length) if max(land.made[place - 1 : place + 1]) >= 0}
+    allowed = worth_cutting(unfused) | beside
+    last = land.last_product
+    head = last if last < land.length and land.made[last] > alive(land, last) else land.length
+    before = {place for place in allowed if place <= head or place in land.forced}
+    candidates = [c for c in every_choice(land) if set(c) <= (before or allowed)]
+    bound = int(SLACK * min(peak(unfused, c) for c in candidates))
+    assert peak(unfused, cuts) <= bound
+    assert again(unfused, cuts) <= min(again(unfused, c) for c in candidates if peak(unfused, c) <= bound)
 
 
 @settings(max_examples=200, deadline=None)

@@ -132,9 +132,11 @@ def test_an_unknown_policy_is_answered_with_the_known_ones(word, message):
         ({"remat": "full", "segments": True}, "segments=True: expected a whole number"),
         (
             {"segments": 3},
-            "remat='none' leaves the loss untouched, so segments, levels, keep, save and offload would do nothing.",
+            "so segments, levels, keep, assume_fusion, save and offload would do nothing. Use remat='full'.",
         ),
         ({"save": ("x",)}, "Use remat='full'."),
+        ({"assume_fusion": False}, "remat='none' leaves the loss untouched"),
+        ({"remat": "full", "assume_fusion": "no"}, "assume_fusion='no': expected true or false"),
         ({"remat": "full", "offload": True}, "offload=True: expected a tuple of names, or ()."),
         ({"remat": "names", "save": 3}, "save=3: expected a tuple of names, or ()."),
         ({"remat": "names", "save": ("a", 3)}, "save=('a', 3): expected a tuple of names, or ()."),

@@ -171,6 +171,8 @@ class StepPolicy:
             keeps, for one more forward computation.
         keep: Share, from 0 to 1, of the bytes of intermediates dear to compute again that are kept besides; those that save
             most operations a byte come first.
+        assume_fusion: Whether cuts are chosen for a compiler that does elementwise work inside what reads it, as those of GPUs
+            and TPUs do. False is for one that holds what JAX keeps, as a CPU's does; `jm.plan` sets it for a CPU.
         save: Names given by ``checkpoint_name`` in the model that are kept besides.
         offload: What waits in host memory between forward and backward: such names, and two words for what the library stores
             of loops over layers: ``cuts`` (what each step hands to the next) and ``kept`` (what ``keep`` keeps of each step).
@@ -194,6 +196,7 @@ class StepPolicy:
     segments: int | Literal["blocks"] | None = None
     levels: int = 1
     keep: float = 0.0
+    assume_fusion: bool = True
     save: tuple[str, ...] = ()
     offload: tuple[str, ...] = ()
     own_checkpoints: Literal["keep", "replace"] = "keep"
@@ -239,6 +242,9 @@ class StepPolicy:
         if isinstance(self.keep, bool) or not isinstance(self.keep, numbers.Real) or not 0 <= self.keep <= 1:
             msg = f"keep={self.keep!r}: expected a share from 0 (only the values at the cuts) to 1 (all that is dear to compute)."
             raise PolicyError(msg)
+        if not isinstance(cast("object", self.assume_fusion), bool):
+            msg = f"assume_fusion={self.assume_fusion!r}: expected true or false; false is for a CPU's compiler."
+            raise PolicyError(msg)
         if self.own_checkpoints not in _OWN_CHECKPOINTS:
             hint = did_you_mean(str(self.own_checkpoints), _OWN_CHECKPOINTS)
             msg = (
@@ -247,11 +253,16 @@ class StepPolicy:
             )
             raise PolicyError(msg)
         if self.remat == "none" and (
-            self.segments is not None or self.levels > 1 or self.keep or self.save or self.offload
+            self.segments is not None
+            or self.levels > 1
+            or self.keep
+            or not self.assume_fusion
+            or self.save
+            or self.offload
         ):
             msg = (
-                "remat='none' leaves the loss untouched, so segments, levels, keep, save and offload would do nothing. "
-                "Use remat='full'."
+                "remat='none' leaves the loss untouched, so segments, levels, keep, assume_fusion, save and offload would do "
+                "nothing. Use remat='full'."
             )
             raise PolicyError(msg)
         if OFFLOAD_KEPT in self.offload and (not self.keep or self.levels > 1):
@@ -358,6 +369,8 @@ def policy_words(policy: StepPolicy) -> str:
         words.append(f"{policy.levels} levels")
     if policy.keep:
         words.append(f"keep {policy.keep:.3g}")
+    if not policy.assume_fusion:
+        words.append("no fusion assumed")
     words += [
         f"{name} {', '.join(names)}" for name, names in (("save", policy.save), ("offload", policy.offload)) if names
     ]

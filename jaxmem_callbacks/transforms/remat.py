@@ -65,6 +65,7 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
     segments: int | Literal["blocks"] | None = None,
     levels: int = 1,
     keep: float = 0.0,
+    assume_fusion: bool = True,
     save: Sequence[str] = (),
     offload: Sequence[str] = (),
     own_checkpoints: Literal["keep", "replace"] = "keep",
@@ -81,6 +82,8 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
             keeps, for one more forward computation.
         keep: From 0 to 1: of the intermediates that are dear to compute again, which share of the bytes the segments keep,
             those first that save most operations a byte. 1 computes hardly more than cheap elementwise operations again.
+        assume_fusion: False chooses cuts for a compiler that holds what JAX keeps, as a CPU's does, and does little elementwise
+            work inside what reads it.
         save: Names from ``jax.ad_checkpoint.checkpoint_name`` that are kept besides.
         offload: Such names that wait in host memory; ``cuts`` and ``kept`` mean what the library stores of loops over layers:
             what each step hands to the next, and what ``keep`` keeps of each.
@@ -101,6 +104,7 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
         segments=segments,
         levels=levels,
         keep=keep,
+        assume_fusion=assume_fusion,
         save=cast("tuple[str, ...]", save),
         offload=cast("tuple[str, ...]", offload),
         own_checkpoints=own_checkpoints,
