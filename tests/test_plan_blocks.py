@@ -21,7 +21,9 @@ from jaxmem_callbacks.transforms.costs import jaxpr_flops
 from tests.said import Said
 from tests.target_step import keeps_remat, needs_compiler, shape
 
-FULL, BLOCKS = jm.StepPolicy(remat="full"), jm.StepPolicy(remat="full", segments="blocks")
+# As a plan for a CPU compiles them.
+FULL, BLOCKS = jm.StepPolicy(remat="full", assume_fusion=False), jm.StepPolicy(remat="full", segments="blocks")
+ENDS = {each.segments: each for each in (FULL, BLOCKS)}
 LAYERS, ROWS, WIDTH, RANK, WORDS = 4, 4096, 256, 8, 2048
 OPTIMIZER = optax.sgd(1e-3)  # of AdamW a GPU's compiler has five times as many loops to make
 DONATED = ("params", "opt_state")
@@ -159,19 +161,19 @@ def test_what_takes_no_more_bytes_and_operations_goes_on_alone(
     assert places[:3] == [jm.StepPolicy(), FULL, BLOCKS]
     assert 3 < len(places) <= 8
     assert {each.segments for each in places[3:]} == {less}
-    assert search.full is search.found[jm.StepPolicy(remat="full", segments=less)]
+    assert search.full is search.found[ENDS[less]]
 
 
 @pytest.mark.core
 def test_both_go_on_where_each_has_less_of_one(dearer: Any) -> None:
     """Fewest bytes come first; above them what computes less again, from the bytes at which it begins."""
     more, less = dearer
-    compiler, lower = compiler_for(None), jm.StepPolicy(remat="full", segments=more)
+    compiler, lower = compiler_for(None), ENDS[more]
     kept = candidates_for(compiler, lower)[-1].bytes
     places, search = asked(compiler, {less: kept + kept // 2, more: kept}, kept=kept)
     assert search.full is search.found[lower]
     assert {each.segments for each in places[3:]} == {more, less}
-    assert len(places) == 8
+    assert 6 < len(places) <= 8
 
 
 @pytest.mark.core

@@ -30,6 +30,8 @@ from tests.searched_steps import (
     train_step,
 )
 
+FULL = jm.StepPolicy(remat="full", assume_fusion=False)  # as a plan for a CPU compiles it
+
 
 @pytest.fixture(scope="module")
 def largest() -> jm.Plan:
@@ -63,9 +65,7 @@ def test_a_plan_for_other_rows_says_which(largest: jm.Plan) -> None:
     assert dict(largest.record.signature)["batch"] == f"float32[{rows},{WIDTH}]"
     assert f"full at {rows} rows" in str(largest)
     assert f"at {rows} rows" in parse_preset(largest.to_yaml()).description
-    shares = {
-        each.batch_rows: each.extra_share for each in largest.candidates if each.policy == jm.StepPolicy(remat="full")
-    }
+    shares = {each.batch_rows: each.extra_share for each in largest.candidates if each.policy == FULL}
     assert max(shares.values()) - min(shares.values()) < 0.02, "a share of the plain step on as many rows"
     (axes,) = largest.figure().axes
     drawn = {text.get_text().partition("\n")[0]: text.xy[1] for text in axes.texts}
@@ -82,9 +82,7 @@ def test_two_levels_are_used_where_one_does_not_reach_so_far() -> None:
     arguments = jax.ShapeDtypeStruct((36, 16, 16), jnp.float32), jax.ShapeDtypeStruct((256, 16), jnp.float32)
     plan = jm.plan(deep, *arguments, budget="1MiB", search={"batch": {"multiple_of": 192, "at_most": 768}})
     assert (plan.chosen.batch_rows, plan.policy.levels) == (768, 2)
-    (once,) = [
-        each for each in plan.candidates if each.batch_rows == 768 and each.policy == jm.StepPolicy(remat="full")
-    ]
+    (once,) = [each for each in plan.candidates if each.batch_rows == 768 and each.policy == FULL]
     assert once.fits is False
     assert re.search(r"Under full (384|576) rows fit and (576|768) do not, both compiled\.", sentences(plan))
     assert "Under full, 2 levels all 768 rows fit that were allowed." in sentences(plan)
@@ -100,9 +98,7 @@ def test_room_beside_the_most_rows_is_filled_with_what_is_dear() -> None:
     arguments = jax.ShapeDtypeStruct((6, 16, 16), jnp.float32), jax.ShapeDtypeStruct((256, 16), jnp.float32)
     plan = jm.plan(tall, *arguments, budget="1MiB", search={"batch": {"multiple_of": 768}}, progress=False)
     assert "Under full 768 rows fit and 1536 do not, both compiled." in sentences(plan)
-    (full,) = [
-        each for each in plan.candidates if each.batch_rows == 768 and each.policy == jm.StepPolicy(remat="full")
-    ]
+    (full,) = [each for each in plan.candidates if each.batch_rows == 768 and each.policy == FULL]
     assert (full.fits, plan.chosen.fits, plan.chosen.batch_rows) == (True, True, 768)
     assert plan.chosen.extra_flops < 0.75 * full.extra_flops
     assert plan.policy.keep > 0

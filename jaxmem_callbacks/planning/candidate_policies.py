@@ -220,7 +220,8 @@ def cuts_moved(base: StepPolicy) -> StepPolicy:
     Args:
         base: The other settings: sharding, microbatches, donation. Its remat is ignored.
     """
-    return replace(base, remat="full", segments=None, levels=1, keep=0.0, save=(), offload=(OFFLOAD_CUTS,))
+    plain = replace(base, remat="full", segments=None, levels=1, keep=0.0, assume_fusion=True, save=())
+    return replace(plain, offload=(OFFLOAD_CUTS,))
 
 
 def offloading_policies(compiler: Compiler, base: StepPolicy) -> list[StepPolicy]:

@@ -206,8 +206,8 @@ class LargestBatch:
 
     def _roomy(self, space: Space) -> StepPolicy:
         """The first policy of those that need few bytes."""
-        remat = "full" if space.remat else "none"
-        return replace(self._problem.base, remat=remat, microbatches=max(self._counts, default=1))
+        base = replace(self._problem.base, microbatches=max(self._counts, default=1))
+        return self._problem.lower_end(base) if space.remat else base
 
     def run(self, space: Space, queue: CompileQueue) -> None:
         """The largest batch under what needs few bytes, then under what may need fewer; the cheapest step on so many rows.
@@ -236,7 +236,7 @@ class LargestBatch:
 
     def _around_blocks(self, roomy: StepPolicy) -> list[StepPolicy]:
         """The roomy policy with its checkpoints around blocks that repeat; none where nothing does."""
-        policy = replace(roomy, segments="blocks")
+        policy = self._problem.lower_end(roomy, "blocks")
         try:
             self._compiler(max(self._rows.count // self._unit, 1)).facts(policy)
         except (PolicyError, LossRefusedError):
@@ -245,10 +245,12 @@ class LargestBatch:
 
     def _keep_more(self, roomy: StepPolicy, reached: int, queue: CompileQueue) -> None:
         """Of the most rows, the step that computes least again; nothing to compile where no one level of checkpoints fits."""
-        ends = (self._found.get((reached, policy)) for policy in (roomy, replace(roomy, segments="blocks")))
+        ends = (self._found.get((reached, policy)) for policy in (roomy, self._problem.lower_end(roomy, "blocks")))
         if not any(each is not None and each.fits for each in ends):
             return
-        search = RematSearch(self._compiler(reached), queue, replace(roomy, remat="none"))
+        search = RematSearch(
+            self._compiler(reached), queue, replace(self._problem.base, microbatches=roomy.microbatches)
+        )
         if search.compile_endpoints(plain=False):
             search.close_in()
 

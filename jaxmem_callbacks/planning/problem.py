@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -179,6 +179,11 @@ class Problem:
     def platform(self) -> str:
         """What it is planned for: ``cpu``, ``tpu``, or a kind of GPU."""
         return jax.default_backend() if self.target is None else self.target.platform
+
+    def lower_end(self, base: StepPolicy, segments: int | Literal["blocks"] | None = None) -> StepPolicy:
+        """The policy that keeps nothing but what is alive at its cuts, chosen for the compiler that it is planned for."""
+        fuses = self.platform != "cpu" or segments == "blocks"  # blocks are where they are
+        return replace(base, remat="full", segments=segments, assume_fusion=fuses)
 
     @property
     def speed(self) -> Speed | None:

@@ -62,7 +62,7 @@ class RematSearch:
         self._compiler = compiler
         self._queue = queue
         self._plain = compiler.problem.base if base is None else base
-        self._full = replace(self._plain, remat="full", assume_fusion=compiler.problem.platform != "cpu")
+        self._full = compiler.problem.lower_end(self._plain)
         self._between: list[CandidatePolicy] = []
         self._others: list[CandidatePolicy] = []
         self.found: dict[StepPolicy, Candidate] = {}
@@ -139,7 +139,7 @@ class RematSearch:
         Raises:
             PolicyError, LossRefusedError: the loss cannot be cut so.
         """
-        policy = replace(self._full, segments=segments, assume_fusion=self._full.assume_fusion or segments == "blocks")
+        policy = self._compiler.problem.lower_end(self._plain, segments)
         offered = candidates_for(self._compiler, policy)
         if not self._is_another(policy):
             return

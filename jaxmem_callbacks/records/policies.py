@@ -369,8 +369,6 @@ def policy_words(policy: StepPolicy) -> str:
         words.append(f"{policy.levels} levels")
     if policy.keep:
         words.append(f"keep {policy.keep:.3g}")
-    if not policy.assume_fusion:
-        words.append("no fusion assumed")
     words += [
         f"{name} {', '.join(names)}" for name, names in (("save", policy.save), ("offload", policy.offload)) if names
     ]

@@ -397,7 +397,7 @@ def choose_cuts(profile: LiveBytesProfile, segments: int | None = None) -> list[
     table = _Table(profile, places, unfused=segments is not None)
     bound = int(_smallest(table, segments) * SLACK)
     # Where a compiler fuses, more cuts than store least were found to take bytes for the operations that they save: a U-Net on
-    # an H100 321 MiB in place of 285 at 0.96 of the FLOPs. On a CPU they win both: a ViT 550 in place of 597 at 0.98.
+    # an H100 321 MiB in place of 285 at 0.96 of the FLOPs. On a CPU they win both.
     is_cheapest = segments is None and not profile.fuses
     route = table.cheapest(bound) if is_cheapest else table.route(bound, segments)
     assert route is not None

@@ -38,8 +38,6 @@ from jaxmem_callbacks.transforms.tracing import (
 _SMALL_SHARE = 0.01
 # The same elements in another dtype, shape or order.
 _RELABELLED = {"convert_element_type", "copy", "expand_dims", "reshape", "squeeze", "transpose"}
-# Of what JAX keeps, a CPU's compiler holds so much while a segment is differentiated: 1.17 to 1.20 on six models.
-_HELD_UNFUSED = 1.2
 # A longer chain is no longer cheap (a dropout mask from its key takes about a dozen steps).
 _MOST_STEPS = 24
 
@@ -326,8 +324,7 @@ class LiveBytesProfile:
 
     def unfused(self) -> LiveBytesProfile:
         """The same as a compiler holds it that fuses little, such as a CPU's."""
-        held = (_HELD_UNFUSED * self.kept[:, 0]).astype(np.int64)
-        return replace(self, held=np.stack([held, self.kept[:, 1], self.kept[:, 2]], axis=1), fuses=False)
+        return replace(self, held=self.kept, fuses=False)
 
 
 def lives_of(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[tuple[Any, int, int]]:

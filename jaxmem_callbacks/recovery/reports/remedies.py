@@ -239,7 +239,7 @@ class _Compiles:
 
 def _stronger(base: StepPolicy) -> list[StepPolicy]:
     """Policies that keep less between the passes, the cheaper first."""
-    plain = replace(base, remat="none", segments=None, levels=1, keep=0.0, save=(), offload=())
+    plain = replace(base, remat="none", segments=None, levels=1, keep=0.0, assume_fusion=True, save=(), offload=())
     full = replace(plain, remat="full")
     return [policy for policy in (full, replace(full, levels=2)) if policy != base and base.levels <= policy.levels]
 
