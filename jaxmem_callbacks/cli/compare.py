@@ -73,6 +73,10 @@ def run(args: argparse.Namespace) -> int:
     before, after = read_account(args.before), read_account(args.after)
     found = growth(before, after, most)
     put((growth_json(found) if args.json else as_text(growth_document(found, after))) + "\n", as_json=args.json)
+    return _exit_code(found)
+
+
+def _exit_code(found: Growth) -> int:
     return GREW if found.too_much else OK
 
 
@@ -93,7 +97,7 @@ def _between_versions(args: argparse.Namespace, most: Fraction | None) -> int:
         names = version_words(first.account), version_words(second.account)
         shown = growth_document(found, second.account), changes_document(buffers, *names, args.top)
         put("\n\n".join(map(as_text, shown)) + "\n")
-    return GREW if found.too_much else OK
+    return _exit_code(found)
 
 
 def _as_json(found: Growth, buffers: BufferChanges) -> dict[str, Any]:
