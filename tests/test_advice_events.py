@@ -202,6 +202,13 @@ SHORTER = {
 }
 
 
+def test_what_grows_is_kept_at_its_larger_shape() -> None:
+    printed = printed_of(
+        jm.jit_step(functools.partial(once_step, scale=1.0)), lambda index: (X if index > 3 else X[:3],)
+    )
+    assert pasted("recompilation.rows", printed).startswith("Keep x at float32[16,8]:")
+
+
 @pytest.mark.parametrize("kind", SHORTER)
 def test_arrays_that_keep_their_shapes_compile_once(kind: str) -> None:
     function, args, constant, name = SHORTER[kind]

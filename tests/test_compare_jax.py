@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxmem_callbacks.analysis.buffer_changes import buffer_changes, changes_document
+from jaxmem_callbacks.cli import other_jax
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.records.documents import as_text
 from jaxmem_callbacks.records.peaks import UNKNOWN, Buffer
@@ -119,6 +120,17 @@ def test_a_table_has_the_new_buffers_of_one_line_together(script, capsys):
 def test_what_is_no_comparison_is_named(arguments, expected, capsys):
     assert main(["compare", *arguments]) == 2
     assert expected in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_is_installed_beside_the_library_is_not_the_interpreters(script, tmp_path, monkeypatch, capsys):
+    """An installed library lies beside a JAX, which is not the one that is asked for."""
+    site = tmp_path / "site-packages"
+    site.mkdir()
+    (site / other_jax._PACKAGE.name).symlink_to(other_jax._PACKAGE)
+    (site / "jax.py").write_text("raise ImportError('the JAX beside the library')")
+    monkeypatch.setattr(other_jax, "_PACKAGE", site / other_jax._PACKAGE.name)
+    code, _, err = compared(capsys, sys.executable, sys.executable, f"{script}:make")
+    assert code == 0, err
 
 
 def test_an_interpreter_that_fails_shows_the_end_of_its_words(script, capsys):

@@ -137,6 +137,7 @@ def answered(of: MemoryPlugin, route: str, query: str = "") -> Any:
         {"logdir": "gs://bucket/runs"},
         {"logdir": "", "flags": SimpleNamespace(logdir="", logdir_spec="a:/x,/y,,s3://z,:,~/w")},
         {"logdir": "\0"},
+        {"logdir": "~nobody_of_that_name/runs"},
     ],
     ids=str,
 )
@@ -156,6 +157,13 @@ def test_a_remote_folder_gets_a_sentence(tmp_path):
     listed = answered(made, "/runs").json
     assert [folder["name"] for folder in listed["folders"]] == ["here"]
     assert listed["notes"][0].startswith("gs://bucket/runs is no local folder")
+
+
+def test_a_run_that_has_no_line_yet_is_not_closed(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "memory.jsonl").write_text("")
+    answer = answered(plugin(logdir=str(tmp_path)), "/run", "folder=a").json
+    assert (answer["runs"], answer["closed"]) == ([], False)
 
 
 def test_an_answer_that_is_known_is_not_sent_again(tmp_path):

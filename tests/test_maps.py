@@ -111,6 +111,8 @@ MAPS = {
     "joined beside": (lambda x, y: jnp.pad(jnp.concatenate([x, y], 1), ((0, 0), (1, 2), (0, 0))), (FIRST,) * 2, (X, Y)),
     "split": (lambda x: jnp.split(x, 2, 1), (FIRST,), (X,)),
     "own rule": (lambda x: jax.nn.relu(x) + jax.nn.softplus(x) + jax.nn.silu(x), (FIRST,), (X,)),
+    "own rule with a table": (lambda x: by_table(x), (FIRST,), (X,)),  # noqa: PLW0108 - defined below
+    "picked once": (lambda x: x.at[:, jnp.array([2, 0])].get(unique_indices=True), (FIRST,), (X,)),
     "convolution": (convolved, (FIRST, None), (X[:, :2], KERNEL)),
     "transform": (lambda x: jnp.fft.fft(x).real, (FIRST,), (X,)),
     "matrices": (batched_matrices, (FIRST,), (X,)),
@@ -192,6 +194,39 @@ def adds_up(x: Any) -> Any:
 @adds_up.defjvp
 def _(primals: Any, tangents: Any) -> Any:
     return adds_up(primals[0]), tangents[0] - tangents[0].mean(0)
+
+
+TABLE = jnp.arange(5.0)
+
+
+@jax.custom_jvp
+def by_table(x: Any) -> Any:
+    """A map with constants, in its value and in its rule."""
+    return jnp.sin(x) * TABLE
+
+
+@by_table.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    return by_table(primals[0]), tangents[0] * jnp.cos(primals[0]) * TABLE
+
+
+def test_positions_that_come_twice_are_not_called_unique() -> None:
+    traced = jax.make_jaxpr(lambda w, i: w.at[i].get(unique_indices=True))(W, LABELS[0])
+    steps = prove(traced.jaxpr.eqns, dict(zip(traced.jaxpr.invars, (None, FIRST), strict=True)))
+    values = dict(zip(traced.jaxpr.invars, (W, LABELS[0]), strict=True))
+    numbers = jnp.array([1, 1], jnp.int32)
+
+    def made(w: Any) -> Any:
+        def look(atom: Any, at: Any) -> Any:
+            value = w if atom is traced.jaxpr.invars[0] else values[atom]
+            return value if at is None else taken(value, at, numbers)
+
+        found = compute(steps, look, Positions(numbers, None))
+        return [found[var] for var in traced.jaxpr.outvars]
+
+    gathers = [eqn for eqn in jax.make_jaxpr(made)(W).eqns if eqn.primitive.name == "gather"]
+    assert gathers
+    assert not any(eqn.params["unique_indices"] for eqn in gathers)
 
 
 @pytest.mark.parametrize("name", NO_MAPS)

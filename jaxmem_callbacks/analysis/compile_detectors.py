@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
@@ -147,6 +148,7 @@ class RecompilationDetector:
 
 
 _STATIC = "static "
+_RANDOM_KEY = "key<"
 
 
 def _kept_alike(changed: Sequence[str]) -> str:
@@ -159,8 +161,12 @@ def _kept_alike(changed: Sequence[str]) -> str:
     known = [(path, old, new) for path, old, new in parted if old and new]
     static = [(path, old, new) for path, old, new in known if old.startswith(_STATIC)]
     arrays = [(path, old.split()[0], new.split()[0]) for path, old, new in known if not old.startswith(_STATIC)]
-    shapes = [(path, old) for path, old, new in arrays if _shape(old) != _shape(new)]
-    dtypes = [(path, old) for path, old, new in arrays if _shape(old) == _shape(new) and old != new]
+    shapes = [(path, max(old, new, key=_elements)) for path, old, new in arrays if _shape(old) != _shape(new)]
+    dtypes = [
+        (path, old)
+        for path, old, new in arrays
+        if _shape(old) == _shape(new) and old != new and not old.startswith(_RANDOM_KEY)
+    ]
     if shapes:
         return advise(
             "recompilation.rows", arrays=" and ".join(f"{path} at {old}" for path, old in shapes[:_SHOWN_CHANGES])
@@ -181,6 +187,11 @@ def _kept_alike(changed: Sequence[str]) -> str:
 
 def _shape(type_text: str) -> str:
     return type_text.partition("[")[2]
+
+
+def _elements(type_text: str) -> int:
+    """What is shorter can be padded to what is longer, and not the other way."""
+    return math.prod(int(size) for size in _shape(type_text).rstrip("]").split(",") if size.isdecimal())
 
 
 def _is_number(text: str) -> bool:

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from jaxmem_callbacks.records.accounts import Account
 from jaxmem_callbacks.records.errors import ComparisonError
 from jaxmem_callbacks.records.peaks import Buffer
 
-_ROOT = str(pathlib.Path(__file__).parents[2])
+_PACKAGE = pathlib.Path(__file__).parents[1]
 _EVERY = 10**9  # buffers: more than any program has
 _TAIL_LINES = 8
 
@@ -46,11 +47,14 @@ def inspect_by(python: str, script: str, target: str | None) -> InspectedStep:
     """
     command = [python, "-m", "jaxmem_callbacks", "inspect", script, "--json", "--top", str(_EVERY)]
     command += [] if target is None else ["--target", target]
-    path = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
     try:
-        done = subprocess.run(  # noqa: S603 - the interpreter that was asked for
-            command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, check=False
-        )
+        # The folder that holds this library may hold a JAX beside it, which must not stand before the interpreter's own.
+        with tempfile.TemporaryDirectory() as alone:
+            (pathlib.Path(alone) / _PACKAGE.name).symlink_to(_PACKAGE, target_is_directory=True)
+            path = os.pathsep.join(filter(None, [alone, os.environ.get("PYTHONPATH")]))
+            done = subprocess.run(  # noqa: S603 - the interpreter that was asked for
+                command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, check=False
+            )
     except OSError as error:
         msg = f"{python} cannot be run: {error.strerror or error}. Expected a Python interpreter whose JAX is to be compared."
         raise ComparisonError(msg) from error
@@ -59,7 +63,7 @@ def inspect_by(python: str, script: str, target: str | None) -> InspectedStep:
             found: dict[str, Any] = json.loads(done.stdout)
             buffers = tuple(record_from(Buffer, each, "top_buffers") for each in found["top_buffers"])
             return InspectedStep(account=account_from(found, python), buffers=buffers)
-        except (ValueError, KeyError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             msg = f"What {python} printed is no step's memory: {error}. Expected the JSON of jaxmem inspect."
             raise ComparisonError(msg) from error
     tail = [line for line in done.stderr.decode("utf-8", "replace").splitlines() if line.strip()][-_TAIL_LINES:]

@@ -102,7 +102,8 @@ class MemoryPlugin(base_plugin.TBPlugin):
             share, version = followed.share, followed.version
             is_partial = share < 1 and bool(known)
             stories = [] if known == version or is_partial else followed.runs()[-_RUNS:]
-            ended = all(story.ended for story in followed.runs()[-1:])
+            newest = followed.runs()[-1:]
+            ended = bool(newest) and newest[0].ended
             answer = {
                 "share": share,
                 "version": known if is_partial else version,
@@ -139,7 +140,10 @@ def _roots_of(context: base_plugin.TBContext) -> tuple[dict[str, Path], list[str
                 )
             )
         else:
-            roots[label] = Path(place).expanduser().resolve()
+            try:
+                roots[label] = Path(place).expanduser().resolve()
+            except (OSError, RuntimeError) as error:  # such as no home of that name, or links in a ring
+                notes.append(shown(f"{place} cannot be read: {error}"))
     return roots, notes
 
 

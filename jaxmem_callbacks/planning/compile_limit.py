@@ -30,7 +30,8 @@ def slop_for_budget(candidate: Candidate, problem: Problem) -> int | None:
         return None
     outside = _outside(candidate)
     room, whole = budget.bytes - problem.resident_bytes - outside, budget.limit_bytes - outside
-    return math.floor(100 * room / whole) if 0 < room <= whole else None
+    slop = math.floor(100 * room / whole) if 0 < room <= whole else 0
+    return slop or None
 
 
 def note_limit(results: CompileResults, best: Entry) -> None:
@@ -80,7 +81,11 @@ def _outside(candidate: Candidate) -> int:
 
 def _slop_of(candidate: Candidate) -> int:
     options = candidate.policy.options
-    return int(_DEFAULT_SLOP if options is None else options.by_name.get(SLOP, _DEFAULT_SLOP))
+    given = _DEFAULT_SLOP if options is None else options.by_name.get(SLOP, _DEFAULT_SLOP)
+    try:
+        return int(given)
+    except ValueError:  # its compiler has said so
+        return _DEFAULT_SLOP
 
 
 def _free_of_recomputation(candidate: Candidate, known: Iterable[Candidate]) -> int | None:

@@ -56,7 +56,9 @@ def known_options(platform: str, devices: int) -> tuple[Row, ...]:
 
 
 def most_of_options(space: Space) -> int:
-    """Compiles that are set aside for options."""
+    """Compiles that are set aside for options; none where the largest batch is searched, which they are not tried on."""
+    if space.batch is not None:
+        return 0
     return _MOST if space.compiler_options == "all" else min(len(space.compiler_options), 2 * _MOST)
 
 

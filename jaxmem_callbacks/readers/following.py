@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import time
@@ -54,10 +55,11 @@ def log_folders(root: Path) -> list[LogFolder]:
         for entry in _entries(folder):
             if entry.is_symlink():
                 continue
-            if entry.is_dir(follow_symlinks=False):
-                waiting += [(Path(entry.path), depth + 1)] if depth < _DEEPEST else []
-            elif _is_of_a_run(entry.name):
-                newest = max(newest or 0.0, entry.stat(follow_symlinks=False).st_mtime)
+            with contextlib.suppress(OSError):  # a run may be moved away meanwhile
+                if entry.is_dir(follow_symlinks=False):
+                    waiting += [(Path(entry.path), depth + 1)] if depth < _DEEPEST else []
+                elif _is_of_a_run(entry.name):
+                    newest = max(newest or 0.0, entry.stat(follow_symlinks=False).st_mtime)
         if newest is not None:
             name = folder.relative_to(root).as_posix()
             found.append(LogFolder(name=name, path=folder, changed_s=newest))

@@ -7,7 +7,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -225,8 +225,7 @@ def read_program(  # noqa: PLR0913 - what the call and the compile know, each on
         memory, unavailable = None, str(error)
     found = None
     if memory is not None and memory.step_bytes > known_bytes:
-        arguments = Arguments(by_number=dict(enumerate(_described(leaves, uses, undonated))))
-        found = _assigned_peak(compiled, module, memory.platform, arguments)
+        found = _assigned_peak(compiled, module, memory, lambda: _described(leaves, uses, undonated))
     return Program(
         signature=signature_of(uses, static),
         memory=memory,
@@ -234,7 +233,7 @@ def read_program(  # noqa: PLR0913 - what the call and the compile know, each on
         undonated=tuple(undonated),
         unavailable=unavailable,
         conditions=conditions_of(compiled, operations),
-        peak=None if found is None else with_total(found[0], memory and memory.step_bytes, UNPLACED).largest(_NAMED),
+        peak=None if found is None else found[0],
         schedule=None if found is None else found[1],
     )
 
@@ -254,11 +253,13 @@ def _described(leaves: Sequence[Leaf], uses: Sequence[LeafUse], undonated: Seque
 
 
 def _assigned_peak(
-    compiled: jax.stages.Compiled, module: Module, platform: str, arguments: Arguments
+    compiled: jax.stages.Compiled, module: Module, memory: ProgramMemory, described: Callable[[], Iterable[Argument]]
 ) -> tuple[Peak, StepSchedule] | None:
     """The same as `assigned_peak`; what a compiler of another version hands over otherwise costs the picture and no step."""
     try:
-        return assigned_peak(compiled, module, platform, arguments)
+        arguments = Arguments(by_number=dict(enumerate(described())))
+        found = assigned_peak(compiled, module, memory.platform, arguments)
+        return None if found is None else (with_total(found[0], memory.step_bytes, UNPLACED).largest(_NAMED), found[1])
     except Exception:  # noqa: BLE001 - a training must not end for a picture of it
         return None
 

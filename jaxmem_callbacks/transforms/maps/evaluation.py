@@ -134,7 +134,9 @@ def _compute_window(step: Mapped, values: Sequence[Any], _: Positions) -> list[A
     at, sizes = step.ins[0], list(step.eqn.params["slice_sizes"])
     if at is not None and sizes[at.axis] == shape_of(step.eqn.invars[0])[at.axis] and sizes[at.axis] != 1:
         sizes[at.axis] = values[0].shape[at.axis]
-    return evaluate_equation(step.eqn, values, slice_sizes=tuple(sizes))
+    # The last chunk may take its last position twice, and so may no longer claim that indices are unique.
+    claims = {"unique_indices": False} if "unique_indices" in step.eqn.params else {}
+    return evaluate_equation(step.eqn, values, slice_sizes=tuple(sizes), **claims)
 
 
 def _run(body: Body, values: Sequence[Any], positions: Positions) -> list[Any]:

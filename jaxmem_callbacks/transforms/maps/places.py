@@ -93,6 +93,8 @@ def _same(eqn: Any) -> list[_Way]:
 
     if any(shape_of(atom) and len(shape_of(atom)) != len(out) for atom in eqn.invars):
         return []
+    if out and not any(shape_of(atom) for atom in eqn.invars):  # such as the words of one number
+        return []
     return [(tuple(axis_in(atom, axis) for atom in eqn.invars), (axis,)) for axis in range(len(out))]
 
 

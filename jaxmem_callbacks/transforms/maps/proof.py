@@ -164,7 +164,9 @@ def _body(
         NotAMapError: it is none.
     """
     flat = flatten(jaxpr, hoist_constants=False)
-    places = dict(zip(flat.invars, ins, strict=True))
+    places = dict(
+        zip(flat.invars, (*(None,) * (len(flat.invars) - len(ins)), *ins), strict=True)
+    )  # constants come first
     steps = _proved_body(flat.eqns, places, has_rules=has_rules)
     known: dict[Any, Result] = {**places}
     for step in steps:

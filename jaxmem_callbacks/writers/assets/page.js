@@ -259,10 +259,11 @@ export async function tab(root, at) {
         found = await get(`run?${new URLSearchParams({ folder: entry.key, version })}`);
       } catch (error) {
         entry.failed = `${entry.label} could not be read: ${error.message}`;
-        entry.loading = false;
         page.again();
-        return;
+        await new Promise(after => setTimeout(after, ASK_AGAIN_S * 1000));
+        continue;
       }
+      if (entry.failed) { entry.failed = null; drawn = false; }
       entry.share = found.share;
       if (found.version !== version || !drawn) {
         version = found.version;
