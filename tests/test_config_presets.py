@@ -165,7 +165,7 @@ def test_numbers_mean_what_they_look_like(text, field, value):
         ("policy:", "text:1:8: `policy` is null (nothing). Delete the line or write `policy: {}`."),
         (
             "policy: full_remat",
-            "`policy` is the text 'full_remat'.\n    Expected: a mapping with keys from: chunks, compiler_options,",
+            "`policy` is the text 'full_remat'.\n    Expected: a mapping with keys from: assume_fusion, chunks,",
         ),
         ("policy: [remat]", "`policy` is a list."),
         ("policy: {rematt: full}", "text:1:10: unknown key 'rematt' in `policy`. Did you mean `remat`?"),

@@ -12,6 +12,7 @@ import io
 import re
 import shlex
 import shutil
+import sys
 import textwrap
 import tomllib
 from pathlib import Path
@@ -193,6 +194,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         Path("train.log").write_text(FAILED)
         Path("mine.yaml").write_text("policy: {remat: full}\n")
         exec(compile(TRAIN, "train.py", "exec"), {"__name__": "__main__"})  # noqa: S102 - the reader trains
+        for name in ("old", "new"):  # environments with a Python each
+            python = Path(name, "bin", "python")
+            python.parent.mkdir(parents=True)
+            python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+            python.chmod(0o755)
         for name in ("b", "main", "branch"):
             shutil.copytree("runs/a", f"runs/{name}")
         assert run([*shlex.split("inspect train.py --target cpu --json"), ">", "base.json"])[0] == 0

@@ -272,6 +272,7 @@ def test_blocks_are_found_and_can_fail() -> None:
         "README.md",
         "accumulation.md",
         "allocation.md",
+        "chunks.md",
         "choose_gpu_settings.md",
         "defragment.md",
         "environment.md",

@@ -17,6 +17,7 @@ from jaxmem_callbacks.records.files import append_to, replacing, write_file
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.simulator.cases import CASES
 from jaxmem_callbacks.writers.jsonl import JsonlWriter, write_trace
+from tests.pages import Page
 from tests.sample_runs import write_run
 
 FAST = MonitorSettings(window_s=0.01, scan_s=0.01)
@@ -180,7 +181,7 @@ def test_a_report_that_cannot_be_made_leaves_the_old_one(tmp_path, capsys):
     write_run(tmp_path / "run", text="half \ud800")
     (tmp_path / "run" / "report.html").write_text("old")
     assert main(["report", str(tmp_path / "run")]) == 0
-    assert "half \\ud800" in (tmp_path / "run" / "report.html").read_text("utf-8")
+    assert "half \\ud800" in Page(tmp_path / "run" / "report.html").text
     capsys.readouterr()
     (tmp_path / "run" / "report.html").write_text("old")
     (tmp_path / "run" / "memory.jsonl").write_text("no line\n{}\n")

@@ -104,6 +104,14 @@ def traced(name: str, remat: str):
     return jax.jit(case.plain if remat == "none" else case.hand[remat]).trace(*arguments_of(name))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_stays():
+    """What was cached for this file would stay alive in its process: thousands of arrays beside those that others look at."""
+    yield
+    for cached in (tiny, arguments_of, traced, plain_result, names_and_policies):
+        cached.cache_clear()
+
+
 def run(name: str, remat: str):
     return traced(name, remat).lower().compile()(*arguments_of(name))
 
@@ -266,7 +274,8 @@ def test_rows_already_measured_are_kept_until_source_or_versions_change(tmp_path
 
 def test_a_row_knows_its_own_model_and_what_that_imports() -> None:
     hashes = {name: row_hashes(name, "full")["source"] for name in FAMILIES}
-    assert len(set(hashes.values())) == len(FAMILIES)
+    files = {factory.__module__ for factory in FAMILIES.values()}  # three forms of GPT-2 are one file
+    assert len(set(hashes.values())) == len(files)
     assert "library" in row_key("vit", "cpu", "ours")
     assert "library" not in row_key("vit", "cpu", "full")
 
