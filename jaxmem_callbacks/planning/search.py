@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, final
+from typing import final
 
 import numpy as np
 
@@ -117,29 +117,32 @@ class RematSearch:
         self._compile([self._plain])
 
     def _try_blocks(self) -> None:
-        """Compile a checkpoint around each block that repeats; where that hardly helps either, one more segment than chosen."""
+        """Compile a checkpoint around each block that repeats; where that hardly helps either, cuts of another estimate.
+
+        They are one more than are chosen where a compiler fuses, on whatever the step is planned for.
+        """
         if not self._queue.remaining:
             return
-        own = number_of_segments(self._compiler, self._full)
+        fusing = replace(self._plain, remat="full")
         try:
-            self._try_segments("blocks")
+            own = number_of_segments(self._compiler, fusing)
+            self._try_segments(self._compiler.problem.lower_end(self._plain, "blocks"))
         except (PolicyError, LossRefusedError):  # nothing repeats
             self._look_at_other_numbers()
             return
         least = min(map(bytes_or_inf, (self.full, *self.found.values())))
         if own and self._queue.remaining and least > _HARDLY * bytes_or_inf(self.plain):
             with contextlib.suppress(PolicyError, LossRefusedError):  # there is no more place to cut
-                self._try_segments(own + 1)
+                self._try_segments(replace(fusing, segments=own + 1))
 
-    def _try_segments(self, segments: int | Literal["blocks"]) -> None:
-        """Compile the lower end of other segments, and go on with what takes no more bytes and computes no more again.
+    def _try_segments(self, policy: StepPolicy) -> None:
+        """Compile another lower end, and go on with what takes no more bytes and computes no more again.
 
         Else with both: what the one may keep lies above its own lower end, and that by so many bytes above the lower of the two.
 
         Raises:
             PolicyError, LossRefusedError: the loss cannot be cut so.
         """
-        policy = self._compiler.problem.lower_end(self._plain, segments)
         offered = candidates_for(self._compiler, policy)
         if not self._is_another(policy):
             return
