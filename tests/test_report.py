@@ -144,7 +144,7 @@ def test_a_real_run_is_told_as_the_monitor_told_it(tmp_path):
     settings = MonitorSettings(window_s=0.01, scan_s=0.01, limit_bytes=2**40, jsonl_part_bytes=2**13, on_error="raise")
     step = jm.jit_step(lambda state, batch: (state + batch.sum(), {"loss": batch.sum()}))
     with jm.MemoryMonitor(settings, logdir=tmp_path, writer=double) as monitor:
-        state = jnp.zeros((64, 64))
+        state = jnp.zeros((2048, 2048))  # more than what other tests left alive
         for index in range(5):
             state, metrics = step(state, jnp.ones(8 if index < 3 else 4))
             monitor(index, metrics)
@@ -154,12 +154,12 @@ def test_a_real_run_is_told_as_the_monitor_told_it(tmp_path):
     table = double.of(LoggedTable)[-1]
     assert [(row.figure, row.latest, row.source, row.text) for row in story.known_rows] == table.rows
     assert story.heap is not None
-    assert (64 * 64 * 4, "float32[64,64]") in [(each.bytes, each.label) for each in story.heap.buffers]
+    assert (2048 * 2048 * 4, "float32[2048,2048]") in [(each.bytes, each.label) for each in story.heap.buffers]
     assert (story.heap.device, story.heap.step) == ("cpu:0", 4)
     page = reported(tmp_path)
     last = page.model["runs"][0]["heaps"][-1]
     assert (last["device"], last["step"]) == ("cpu:0", 4)
-    assert "float32[64,64]" in [group["label"] for group in last["groups"]]
+    assert "float32[2048,2048]" in [group["label"] for group in last["groups"]]
     assert story.events == list(monitor.events)
     assert story.ended
     assert story.start is not None
