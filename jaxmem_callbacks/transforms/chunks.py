@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -327,9 +327,10 @@ def _product(eqn: Any) -> int:
     return max(map(_elements, eqn.outvars), default=0) if has_product(eqn) else 0
 
 
-def _in_path(graph: _Graph, path: str, count: int, refused: dict[str, None]) -> _Found | None:
-    """The stretch that saves most among those around what a part of the loss makes."""
-    seeds = _seeds(graph, (index for index, eqn in enumerate(graph.eqns) if _is_in(eqn, path)))
+def _in_path(graph: _Graph, path: str, written: Collection[int], count: int, refused: dict[str, None]) -> _Found | None:
+    """The stretch that saves most among those around what a part of the loss makes, as it was ``written``, by identity."""
+    own = (index for index, eqn in enumerate(graph.eqns) if id(eqn) in written and _is_in(eqn, path))
+    seeds = _seeds(graph, own)
     for between_products in (True, False):
         found = _stretches(graph, seeds, between_products=between_products, refused=refused)
         if (best := _best(found, count)) is not None:
@@ -372,7 +373,10 @@ def _changed(flat: Equations, path: str, count: int, refused: dict[str, None]) -
             return _rewritten(graph, found, path, count)
         return _with_changed_bodies(flat, path, count, refused)
     done, least = None, 0
-    while (found := _in_path(graph, path, count, refused)) is not None and _SMALL * nbytes(found.seed) > least:
+    written = {
+        id(eqn) for eqn in flat.eqns
+    }  # what splits and joins a stretch keeps its place in the loss, and is no part of it
+    while (found := _in_path(graph, path, written, count, refused)) is not None and _SMALL * nbytes(found.seed) > least:
         least = max(least, nbytes(found.seed))
         done = _rewritten(graph, found, path, count)
         graph = _Graph(done)

@@ -1,6 +1,7 @@
 """The model of the memory page: one plain dictionary of what a run's files hold, as the page's module reads it.
 
-Bytes are whole numbers of one device, times are seconds since the epoch, and what is unknown is None or absent. Every text has
+Bytes are whole numbers, of one device but where a curve names all processes; times
+are seconds since the epoch, and what is unknown is None or absent. Every text has
 been through `records.terminal.shown`. What is long is thinned here, and never in the browser; docs/report.md lists the keys.
 """
 
