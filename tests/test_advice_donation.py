@@ -322,3 +322,80 @@ def test_a_batch_that_is_donated_is_told_without_an_option_that_the_jit_has_not(
         told = "\n".join(jm.step_memory(jit(by_hand), weights(), X).warnings)
         assert "Leave 'x' out of what is donated." in told
         assert "donate_arg" not in told.replace("donate_argnames=('params'", "").partition("x is donated in vain")[2]
+
+
+# donation.own_copy: what holds a view of the state, and the same with a copy as printed
+
+
+def donated_state() -> dict[str, Any]:
+    return {"w": jnp.ones((512, 1024)), "b": jnp.ones((1024,))}
+
+
+def shifted_step(state: Any, x: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf + x, state), x.sum()
+
+
+class Shifts:
+    def shifted_method(self, state: Any, x: Any) -> Any:
+        return shifted_step(state, x)
+
+
+VIEWS = {
+    "a view": (shifted_step, np.asarray),
+    "what the device gave": (functools.partial(shifted_step), jax.device_get),
+    "a view of a method's": (Shifts().shifted_method, lambda x: np.frombuffer(memoryview(x), np.float32)),
+}
+
+
+def donation_events(function: Any, view: Any) -> tuple[list[Any], Any]:
+    """Donations that a monitor reports as lost in a short training, and the state at its end."""
+    state = donated_state()
+    step = jm.jit_step(function)
+    with jm.MemoryMonitor() as monitor:
+        held = view(state["w"])
+        for index in range(3):
+            state, _ = step(state, jnp.float32(0.1))
+            monitor(index)
+    assert held[0].sum() in (1024, 1), "what was read is what it was"
+    return [event for event in monitor.events if event.kind == "donation_lost"], state
+
+
+@pytest.mark.parametrize("kind", VIEWS)
+def test_what_is_copied_as_printed_is_no_view(kind: str) -> None:
+    function, view = VIEWS[kind]
+    (event,), held = donation_events(function, view)
+    assert "state['w']: the runtime copied it" in event.message
+    line = pasted("donation.own_copy", event.action)
+    events, copied = donation_events(function, lambda x: value(line, np=np, x=x))
+    assert events == []
+    close(copied, held)
+
+
+def other_dtype(state: Any, x: Any) -> Any:
+    return {"w": (state["w"] * x).astype(jnp.bfloat16)}, x
+
+
+def shortened(state: Any, x: Any) -> Any:
+    return {"w": state["w"][:256] * x}, x
+
+
+def dropped(state: Any, x: Any) -> Any:  # noqa: ARG001 - which is what is wrong
+    return {"w": jnp.ones((512, 1024)) * x}, x
+
+
+@pytest.mark.parametrize(
+    ("function", "advised"),
+    [
+        (other_dtype, "Return it as it came: .astype('float32'), or keep the state in bfloat16 from the start."),
+        (shortened, "Leave 'state' out of what is donated, or return it updated."),
+        (dropped, "Leave it out of what is donated, or delete the argument 'state'."),
+    ],
+)
+def test_a_lost_donation_is_advised_by_its_reason(function: Any, advised: str) -> None:
+    with jm.MemoryMonitor() as monitor:
+        with pytest.raises(jm.DonationError, match=r"Donation of state to ") as error:
+            jm.jit_step(jax.jit(function, donate_argnames="state"))({"w": jnp.ones((512, 1024))}, jnp.float32(1))
+        monitor(0)
+    (event,) = [event for event in monitor.events if event.kind == "donation_lost"]
+    assert event.action == advised
+    assert advised in str(error.value)

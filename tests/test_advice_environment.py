@@ -106,3 +106,40 @@ def test_an_option_that_is_set_as_printed(options, kind):
     assert kinds == []
     (key,) = options
     assert (read[key] == 0.9) if key == "memory_fraction" else (read[key] is False)
+
+
+POPPED = """
+import os
+{line}
+import jaxmem_callbacks as jm
+jm.apply_environment("{preset}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("preset", "variables"),
+    [
+        ("gpu_growth", {PREALLOCATE: "true"}),
+        ("gpu_shared", {NEW: "0.8"}),
+        ("gpu_shared", {OLD: "0.8", PREALLOCATE: "false"}),
+    ],
+)
+def test_a_variable_that_is_popped_as_printed(preset, variables):
+    kept = {name: text for name, text in os.environ.items() if not name.startswith(("XLA_", "TF_", "CUDA_"))}
+
+    def applied(line: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", POPPED.format(line=line, preset=preset)],
+            env=kept | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"} | variables,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
+    refused = applied()
+    assert "nothing was set, because this process is set otherwise already" in refused.stderr
+    (line,) = [each for each in refused.stderr.splitlines() if each.endswith("# or so, above this call")]
+    assert pasted("environment.pop", line.partition(";")[0].partition("#")[0])
+    done = applied(line.strip())
+    assert done.returncode == 0, done.stderr

@@ -301,3 +301,54 @@ def test_a_notebook_is_planned_by_its_code_cells(tmp_path: Path, capsys: pytest.
     assert main(["inspect", str(notebook)]) == 1
     assert "ValueError: " in (error := capsys.readouterr().err)
     assert "train.ipynb is no notebook of Jupyter's form 4: KeyError: 'cells'" in error
+
+
+def forget_package() -> None:
+    for name in [each for each in sys.modules if each.split(".")[0] == "package"]:
+        del sys.modules[name]
+
+
+@pytest.mark.filterwarnings("ignore::ImportWarning")  # Python's own, of a script that imports relatively
+@pytest.mark.parametrize(
+    "line", ["from .parts import WIDTH", "from ..shared import WIDTH", "from package.sub.parts import WIDTH"]
+)
+@pytest.mark.parametrize("place", [".", "package", "package/sub", "elsewhere"])
+def test_a_module_of_a_package_that_is_typed_by_its_path_is_named(
+    line: str,
+    place: str,
+    in_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text = TRAIN.replace("{imports}", f"{line}\nimport sys").replace(
+        "{start}", "assert sys.argv[1:] == OWN\ntrain(WIDTH)"
+    )
+    forget_package()
+    own = [] if place == "." else ["--note", "two words"]
+    for folder in ("package/sub", "elsewhere"):
+        (in_folder / folder).mkdir(parents=True)
+    for file in ("package/__init__.py", "package/shared.py", "package/sub/__init__.py", "package/sub/parts.py"):
+        (in_folder / file).write_text("WIDTH = 24\n")
+    script = in_folder / "package/sub/train.py"
+    script.write_text(text.replace("OWN", repr(own)))
+    monkeypatch.chdir(in_folder / place)
+    typed = os.path.relpath(script)
+    assert main(["inspect", typed, *(["--", *own] if own else [])]) == 1
+    printed = capsys.readouterr().err
+    assert f"{typed} failed before its first step" in printed
+    pasted_line = pasted("script.module" if place == "." else "script.module_elsewhere", printed)
+    there, _, command = pasted_line.rpartition(" && ")
+    forget_package()
+    if there:
+        monkeypatch.chdir(shlex.split(there)[1])
+    assert main(shlex.split(command)[1:]) == 0
+    assert "768 B" in capsys.readouterr().out
+
+
+def test_another_import_that_fails_is_no_module_of_a_package(
+    in_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for line in ("import nowhere_at_all", "from jax import nothing_like_it", "from json.nowhere import x"):
+        (in_folder / "train.py").write_text(line + "\n")
+        assert main(["inspect", "train.py"]) == 1
+        assert capsys.readouterr().err.endswith("its own traceback is above.\n")

@@ -164,7 +164,10 @@ def test_a_plan_is_told_saved_and_ended_while_the_script_blocks(
     assert len(jm.load_plan(tmp_path / "plan.json").candidates) >= 1
 
 
-def test_a_compile_that_nothing_can_end_does_not_hold_up_the_end(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "name", "code"), [(signal.SIGTERM, "SIGTERM", 143), (signal.SIGINT, "Ctrl-C", 130)])
+def test_a_compile_that_nothing_can_end_does_not_hold_up_the_end(
+    number: signal.Signals, name: str, code: int, tmp_path: Path
+) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(LONG))
     (tmp_path / "written").mkdir()
     environment = ENVIRONMENT | {"TMPDIR": str(tmp_path / "written")}
@@ -173,12 +176,12 @@ def test_a_compile_that_nothing_can_end_does_not_hold_up_the_end(tmp_path: Path)
     ) as run:
         until(lambda: list((tmp_path / "written").glob("jaxmem-*/*")))  # the compiler writes its buffers down
         before = psutil.Process(run.pid).cpu_times()
-        run.send_signal(signal.SIGTERM)
+        run.send_signal(number)
         _, status, used = os.wait4(run.pid, 0)
         run.returncode = os.waitstatus_to_exitcode(status)
         out, err = run.communicate()
-    assert run.returncode == 143
-    assert "stopped by SIGTERM before the first compile ended, so there is no plan." in err
+    assert run.returncode == code
+    assert f"stopped by {name} before the first compile ended, so there is no plan." in err
     assert "Traceback" not in err
     assert out == ""
     assert used.ru_utime + used.ru_stime - before.user - before.system < 4

@@ -269,11 +269,13 @@ def update(state, gradients):
 """
 
 
-@pytest.fixture
-def installed(tmp_path: Path) -> Generator[Path]:
+@pytest.fixture(params=["an environment", "a folder of --target"])
+def installed(request: pytest.FixtureRequest, tmp_path: Path) -> Generator[Path]:
     """A folder of installed packages."""
-    folder = tmp_path / "site-packages"
-    folder.mkdir()
+    folder = tmp_path / ("site-packages" if request.param == "an environment" else "vendored")
+    (folder / "small_trainer-1.0.dist-info").mkdir(parents=True)
+    (folder / "small_trainer-1.0.dist-info/METADATA").write_text("Name: small_trainer\nVersion: 1.0\n")
+    (folder / "small_trainer-1.0.dist-info/RECORD").write_text("small_trainer.py,,\n")
     sys.path.insert(0, str(folder))
     yield folder
     sys.path.remove(str(folder))

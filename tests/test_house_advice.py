@@ -25,7 +25,8 @@ THE_TABLE = "records/advice.py"
 TRIGGERS = 3
 LINE = re.compile(
     r"""
-    \b(?:jm|jax|jnp|nnx|nn|eqx|optax|functools|pl|pltpu)(?:\.\w+)+\([^)] |  # a call of a library; with () it is a function's name
+    \b(?:jm|jax|jnp|np|numpy|nnx|nn|flax|eqx|optax|ocp|orbax|keras|functools|os|gc|pl|pltpu)
+    (?:\.\w+)+\([^)] |                                             # a call of a library; with () it is a function's name
     \bwith\ jm\. | \}\([^)] |                                      # a context manager; a call of what a field names
     ^\s*[a-z_]\w*(?:,\ ?\w+)*\ =\ \S |                             # a statement
     \bjaxmem\ [a-z]+\ [-A-Z{] | `jaxmem\ [^`]* | [Tt]ype\ jaxmem\b | \bjaxmem\ [a-z]+\ --\w |   # a command of ours

@@ -20,6 +20,8 @@ from typing import Any
 
 import jax
 
+from jaxmem_callbacks.records.source_files import is_installed
+
 _PATIENCE_S = 1.0
 # Reentrant: a handler of a signal, or what the interpreter collects meanwhile, may ask on the thread that holds it.
 _listing = threading.RLock()
@@ -99,4 +101,4 @@ _HIDDEN = (*_PACKAGES, "<")
 @functools.lru_cache(maxsize=4096)
 def _is_library(name: str) -> bool:
     """Whether a file is JAX's, this package's or an installed one: the line to change is the user's."""
-    return name.startswith(_HIDDEN) or "site-packages" in name or "dist-packages" in name
+    return name.startswith(_HIDDEN) or is_installed(name)

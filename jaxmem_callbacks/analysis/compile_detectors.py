@@ -15,11 +15,6 @@ from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import format_bytes
 
 _SHOWN_ARGUMENTS = 3
-_AS_IT_CAME = (
-    "Return each array in the shape, dtype and sharding that it comes in. Where its shardings differ, use the one that needs "
-    "less memory of a device. docs/donation.md has the reasons one by one."
-)
-_VIEWS = "Let the views of the state go before the first step, or copy instead: np.array(x), where np.asarray(x) was written."
 
 
 @final
@@ -80,7 +75,7 @@ def _donation_event(compiled: Compiled, news: Sequence[str]) -> MemoryEvent:
             f"value are held at once, {format_bytes(compilation.lost_bytes)} more on a device: "
             f"{'; '.join(news[:_SHOWN_ARGUMENTS])}{more}.{changed}"
         ),
-        action=_VIEWS if compilation.has_run else _AS_IT_CAME,
+        action=compilation.remedy,
         figures={"lost_bytes": compilation.lost_bytes, "lost": "; ".join(compilation.lost)},
     )
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jaxmem_callbacks.cli.exit_codes import OK, Leaving, code_of
-from jaxmem_callbacks.cli.source import Source, is_unedited, source_of, source_text, syntax_of
+from jaxmem_callbacks.cli.source import Source, as_module, is_unedited, source_of, source_text, syntax_of
 from jaxmem_callbacks.cli.trace_log import TraceLog
 from jaxmem_callbacks.cli.typed import named
 from jaxmem_callbacks.cli.undisturbed import InMain, Streams, opened, own_streams, undisturbed
@@ -229,7 +229,7 @@ def at_step(  # noqa: PLR0913 - what was typed, and what is done with it
     path, name = source.path, source.function
     with (
         own_streams(script_to_stderr=script_to_stderr) as streams,
-        _arguments_explained(f"{command} {script}", argv),
+        _explained(path, f"{command} {script}", argv),
         _as_python_runs(source, argv) as module,
         _late_settings_reported(path, command),
         InMain() as in_main,
@@ -307,16 +307,29 @@ def _split(script: str) -> tuple[pathlib.Path, str | None]:
 
 
 @contextlib.contextmanager
-def _arguments_explained(typed: str, argv: Sequence[str]) -> Generator[None]:
-    """Explain how a script is given arguments, where it may have ended for want of them."""
+def _explained(path: pathlib.Path, typed: str, argv: Sequence[str]) -> Generator[None]:
+    """Explain how a script is run that may have ended for want of its arguments, or of the package around it."""
     try:
         yield
     except ScriptFailedError as error:
-        if not error.wants_arguments:
+        cause = error.__cause__
+        module = as_module(path, cause, _last_line(cause)) if isinstance(cause, ImportError) else None
+        if module is not None:
+            name, folder = module
+            what, own = typed.partition(" ")[0], f" -- {shlex.join(argv)}" if argv else ""
+            line = (
+                advise("script.module", command=what, module=name + own)
+                if folder == pathlib.Path.cwd()
+                else advise("script.module_elsewhere", folder=shlex.quote(str(folder)), command=what, module=name + own)
+            )
+            why = f"It imports as a module of a package does, and is run like one:\n    {line}"
+        elif error.wants_arguments:
+            given = f"It was given: {shlex.join(argv)}." if argv else "It was given no arguments of its own."
+            why = f"{given} Its arguments follow a bare --, as in: {advise('script.arguments', typed=typed)}"
+        else:
             raise
-        given = f"It was given: {shlex.join(argv)}." if argv else "It was given no arguments of its own."
-        msg = f"{error} {given} Its arguments follow a bare --, as in: {advise('script.arguments', typed=typed)}"
-        raise ScriptFailedError(msg) from error.__cause__
+        msg = f"{error} {why}"
+        raise ScriptFailedError(msg) from cause
 
 
 @contextlib.contextmanager
@@ -645,7 +658,7 @@ def _is_of_alarm(error: Exception) -> bool:
     return code is not None and any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def _last_line(error: Exception) -> str:
+def _last_line(error: BaseException) -> str:
     """The line of code that failed."""
     frames = traceback.extract_tb(error.__traceback__)
     return (frames[-1].line or "") if frames else ""

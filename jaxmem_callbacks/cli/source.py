@@ -21,6 +21,7 @@ _AS_MODULE = "-m "
 _NOTEBOOK = ".ipynb"
 # Lines of a notebook's cell that are IPython's and no Python's: %magic, !command, name = !command, help?
 _OF_IPYTHON = re.compile(r"\s*(?:[%!?]|[\w., ]+=\s*[%!][\w(]).*|\s*[\w.]+\?{1,2}\s*")
+_RELATIVE = re.compile(r"\s*from\s+(\.+)")  # each point is a package around the module
 _OTHER_CELL = re.compile(r"\s*%%(?!time\b|timeit\b|capture\b)")  # in another language, or for a file
 # What makes a step of this library.
 _OWN_STEP = "jit_step"
@@ -65,6 +66,36 @@ def source_of(typed: str, command: str = "inspect") -> Source:
         )
         raise ScriptError(msg)
     return Source(path=path, function=function, module=None)
+
+
+def as_module(path: pathlib.Path, error: BaseException | None, line: str) -> tuple[str, pathlib.Path] | None:
+    """The module that a file is, and the folder from which it is found, where it failed to import for want of its package.
+
+    Args:
+        path: The file, which was run by its path.
+        error: What it failed with.
+        line: The line of code that failed.
+
+    Returns:
+        Such as ``package.train`` and the folder around ``package``; None where another import failed.
+    """
+    folder = path.resolve().parent
+    around = [folder, *folder.parents]
+    if isinstance(error, ModuleNotFoundError) and error.name:  # `from package.model import loss`
+        within = pathlib.Path(*error.name.split("."))
+        places = [place.parent for place in around if place.name == within.parts[0]]
+        root = next(
+            (each for each in places if (each / within).is_dir() or (each / within).with_suffix(".py").is_file()), None
+        )
+    elif isinstance(error, ImportError) and (relative := _RELATIVE.match(line)):  # `from ..model import loss`
+        outside = around[len(relative[1]) :]
+        root = next((each for each in outside if not (each / "__init__.py").is_file()), None)
+    else:
+        root = None
+    if root is None:
+        return None
+    parts = (*folder.relative_to(root).parts, path.stem)
+    return (".".join(parts), root) if all(map(str.isidentifier, parts)) else None
 
 
 def _spec_of(name: str, command: str) -> ModuleSpec:

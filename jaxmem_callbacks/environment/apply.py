@@ -147,9 +147,10 @@ def _conflicts(preset: Preset, wanted: Mapping[str, str], different: Mapping[str
         f"leave {source} out" if source.startswith(_OPTION) else advise("environment.unset", name=source)
         for source, _ in different.values()
     )
-    lines.append(
-        f"    To take the preset's: {clearing}   # in the shell; os.environ.pop(...) above this call does it too"
-    )
+    lines.append(f"    To take the preset's: {clearing}   # in the shell")
+    if not any(source.startswith(_OPTION) for source, _ in different.values()):
+        popped = "; ".join(advise("environment.pop", name=repr(source)) for source, _ in different.values())
+        lines.append(f"    {popped}   # or so, above this call")
     fields = {
         ALLOCATOR: "allocator",
         PREALLOCATE: "preallocate",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import math
-import sys
 import time
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import TypeAlias, final
 
 import jax
 
-from jaxmem_callbacks.planning.interrupts import Terminated
+from jaxmem_callbacks.planning.interrupts import interruption_here
 from jaxmem_callbacks.planning.overlap import waiting_seconds
 from jaxmem_callbacks.planning.problem import Problem, mesh_sizes
 from jaxmem_callbacks.planning.step_time import modelled_seconds
@@ -373,7 +372,7 @@ MOST_OF_REMAT, MOST = 8, 16
 _AT_ONCE = 2
 _SHOWN = 4  # policies that share a failure and are named
 _POLL_S = 0.25
-_MOST_S = 1.0  # that a scheduler's SIGTERM waits for a compile that nothing can end: SIGKILL comes next
+_MOST_S = 1.0  # that the end of a command waits for a compile that nothing can end: a scheduler's SIGKILL comes next
 Progress = Callable[[str, int, int], None]
 Asked: TypeAlias = tuple[Compiler, StepPolicy]
 _Compile = concurrent.futures.Future[Candidate]
@@ -567,7 +566,7 @@ class CompileQueue:
         finally:  # also at Ctrl-C, and where one of them failed: no compiler goes on for an answer that nobody waits for
             pool.shutdown(wait=False, cancel_futures=True)
             try:
-                end = time.monotonic() + (_MOST_S if isinstance(sys.exception(), Terminated) else math.inf)
+                end = time.monotonic() + (math.inf if interruption_here() is None else _MOST_S)
                 while not all(each.done() for each in waiting) and time.monotonic() < end:
                     end_workers()
                     time.sleep(0.05)

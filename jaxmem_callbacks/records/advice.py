@@ -193,6 +193,13 @@ _DONATION = (
         tests=("tests/test_advice_steps.py::test_equinox_donates_what_comes_back",),
     ),
     Advice(
+        key="donation.own_copy",
+        trigger="the runtime copied a donated array in the first step, since something outside of JAX holds its memory",
+        text="np.array(x)",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_donation.py::test_what_is_copied_as_printed_is_no_view",),
+    ),
+    Advice(
         key="donation.debug_nans",
         trigger="an argument is donated while `jax_debug_nans` is on",
         text="jax.config.update('jax_debug_nans', False)",
@@ -416,6 +423,13 @@ _ENVIRONMENT = (
         tests=("tests/test_advice_environment.py::test_a_variable_that_is_set_as_printed",),
     ),
     Advice(
+        key="environment.pop",
+        trigger="a preset sets in a script what a variable sets otherwise",
+        text="os.environ.pop({name})",
+        proof=Proof.TRAINED,
+        tests=("tests/test_advice_environment.py::test_a_variable_that_is_popped_as_printed",),
+    ),
+    Advice(
         key="environment.unset",
         trigger="a variable is one too many: its other name is set, an option wins over it, or nothing uses it",
         text="unset {name}",
@@ -451,6 +465,20 @@ _SCRIPTS = (
         text="jaxmem {typed} -- --steps 10",
         proof=Proof.COMPILED,
         tests=(f"{_HOW}test_a_script_without_its_arguments_ends_with_how_to_give_them",),
+    ),
+    Advice(
+        key="script.module",
+        trigger="a script that is typed by its path imports as a module of a package",
+        text="jaxmem {command} -m {module}",
+        proof=Proof.COMPILED,
+        tests=(f"{_HOW}test_a_module_of_a_package_that_is_typed_by_its_path_is_named",),
+    ),
+    Advice(
+        key="script.module_elsewhere",
+        trigger="the same, in another folder than that around the package",
+        text="cd {folder} && jaxmem {command} -m {module}",
+        proof=Proof.COMPILED,
+        tests=(f"{_HOW}test_a_module_of_a_package_that_is_typed_by_its_path_is_named",),
     ),
     Advice(
         key="train.around",

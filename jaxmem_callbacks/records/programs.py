@@ -132,6 +132,7 @@ class Compilation:
         lost: Donated arrays whose memory no result takes over, one sentence each:
             ``state['w']: it comes as float32 and is returned as bfloat16``; single numbers are left out.
         lost_bytes: Their bytes on one device.
+        remedy: What to write so that they are reused, in sentences; empty where they all are.
         has_run: Whether this is of the first run of a compile that was reported before: ``lost`` are then arrays that the
             runtime copied, though the program reuses them.
         step: The training step in which it happened, or None before a monitor has reported one.
@@ -149,6 +150,7 @@ class Compilation:
     unavailable: str | None = None
     lost: tuple[str, ...] = ()
     lost_bytes: int = 0
+    remedy: str = ""
     has_run: bool = False
     step: int | None = None
     conditions: Conditions = field(default_factory=Conditions)

@@ -6,6 +6,7 @@ import contextlib
 import enum
 import functools
 import os
+import sys
 import sysconfig
 from pathlib import Path
 
@@ -32,15 +33,41 @@ def owner_of(file: str) -> Owner:
 
 def is_installed(file: str) -> bool:
     """Whether a file lies in a folder that packages are installed into."""
-    return not _INSTALLED.isdisjoint(Path(file).parts)
+    return _installed_under(file) is not None
 
 
 def short_path(file: str) -> str:
     """A path from the working folder, or from the package that it was installed with; whole where it lies elsewhere."""
-    path = Path(file)
-    installed = [place for place, part in enumerate(path.parts) if part in _INSTALLED]
-    if installed:
-        return str(Path(*path.parts[installed[-1] + 1 :]))
+    path, installed = Path(file), _installed_under(file)
+    if installed is not None:
+        return str(path.relative_to(installed))
     with contextlib.suppress(FileNotFoundError):  # the working folder is gone
         return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else file
     return file
+
+
+@functools.lru_cache(maxsize=4096)
+def _installed_under(file: str) -> Path | None:
+    """The folder that the package of a file was installed into; None for a file of no installed package.
+
+    By its name, or as `pip install --target` leaves it: a folder of ``sys.path`` with the records of what it holds.
+    """
+    searched = {os.path.realpath(each) for each in sys.path}
+    for folder in Path(file).parents:
+        below = Path(file).relative_to(folder).parts[0]
+        if folder.name in _INSTALLED or (os.path.realpath(folder) in searched and below in _recorded_in(str(folder))):
+            return folder
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _recorded_in(folder: str) -> frozenset[str]:
+    """Files and packages that the records of installed distributions name in a folder."""
+    import importlib.metadata  # half as slow as all that the command line imports for a mistake
+
+    return frozenset(
+        each.parts[0]
+        for known in importlib.metadata.distributions(path=[folder])
+        for each in known.files or ()
+        if each.parts
+    )

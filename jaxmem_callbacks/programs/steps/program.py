@@ -22,6 +22,7 @@ from jaxmem_callbacks.programs.reading.hlo import Module, parse_module
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.donation import UNWRITTEN, LeafUse, Written, leaf_uses, lost_donations
 from jaxmem_callbacks.programs.steps.leaves import Leaf, state_arguments
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.compiler_options import CompilerOptions
 from jaxmem_callbacks.records.peaks import UNPLACED, Peak, StepSchedule, with_total
 from jaxmem_callbacks.records.programs import Compilation, Conditions, ProgramMemory
@@ -187,6 +188,7 @@ class Program:
             schedule=self.schedule,
             lost=tuple(f"{use.path}: {use.lost}" for use in lost),
             lost_bytes=sum(use.bytes for use in lost),
+            remedy=" ".join(list(dict.fromkeys(use.remedy for use in lost if use.remedy))[:_REMEDIES]),
         )
 
 
@@ -299,6 +301,7 @@ def large_constants(name: str, step_bytes: int | None, constant_bytes: int | Non
     return (msg,)
 
 
+_REMEDIES = 3  # in one record: an event is read at a glance
 _WORTH = 2**20  # bytes of all of them together from which on it is recorded: a viewed counter is nothing
 _WHY = "the runtime copied it, since something outside of JAX holds its memory, such as a NumPy view (np.asarray)"
 
@@ -313,6 +316,7 @@ def record_copies(name: str, program: Program, leaves: Sequence[Leaf]) -> None:
             program.compilation(name, ()),
             lost=tuple(f"{use.path}: {_WHY}" for use in copied),
             lost_bytes=sum(use.bytes for use in copied),
+            remedy=f"Let its views go before the first step, or copy where they are made: {advise('donation.own_copy')}.",
             has_run=True,
         )
     )
