@@ -15,6 +15,8 @@ from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import format_bytes
 
 _SHOWN_ARGUMENTS = 3
+# Of a run that was recorded before remedies were.
+_ASKED = "Is each array returned in the shape, dtype and sharding in which it comes?"
 
 
 @final
@@ -75,7 +77,7 @@ def _donation_event(compiled: Compiled, news: Sequence[str]) -> MemoryEvent:
             f"value are held at once, {format_bytes(compilation.lost_bytes)} more on a device: "
             f"{'; '.join(news[:_SHOWN_ARGUMENTS])}{more}.{changed}"
         ),
-        action=compilation.remedy,
+        action=compilation.remedy or _ASKED,
         figures={"lost_bytes": compilation.lost_bytes, "lost": "; ".join(compilation.lost)},
     )
 
