@@ -6,7 +6,7 @@ ENVIRONMENT := $(PYTHON) tools/environments.py
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture quick record-answers test test-all test-adapters core lint format-check format types mutants check-wheel gpu-check bench bench-accumulation bench-adapters bench-analytic bench-chunks bench-hook bench-million bench-remat bench-lowering bench-options bench-padding bench-peers bench-examples bench-plan bench-recovery bench-scale bench-simulator bench-stale clean python
+.PHONY: help demo picture docs quick record-answers test test-all test-adapters core lint format-check format types mutants check-wheel gpu-check bench bench-accumulation bench-adapters bench-analytic bench-chunks bench-hook bench-million bench-remat bench-lowering bench-options bench-padding bench-peers bench-examples bench-plan bench-recovery bench-scale bench-simulator bench-stale clean python
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -18,10 +18,10 @@ quick: python ## what needs no process of its own, no browser and no compiler of
 	@$(ENVIRONMENT) run project,test $(PYTEST) -m quick $(ARGS)
 
 test: python ## everything that can be proved without an accelerator
-	@$(ENVIRONMENT) run project,test,targets $(PYTEST) $(ARGS)
+	@$(ENVIRONMENT) run project,test,docs,targets $(PYTEST) $(ARGS)
 
 test-all: python ## the same on every supported Python found, both JAX lines
-	@$(ENVIRONMENT) each project,test,targets $(PYTEST) $(ARGS)
+	@$(ENVIRONMENT) each project,test,docs,targets $(PYTEST) $(ARGS)
 
 core: python ## what can differ on the second JAX line, there
 	@$(ENVIRONMENT) other project,test $(PYTEST) -m "core and not targets and not browser" $(ARGS)
@@ -109,6 +109,10 @@ picture: python ## draw the pictures of docs/plan.md, simulate.md, allocation.md
 	@$(ENVIRONMENT) run project,test python -m benchmarks.simulator_picture $(ARGS)
 	@$(ENVIRONMENT) run project,test python -m benchmarks.allocation_picture $(ARGS)
 	@$(ENVIRONMENT) run project,test python -m benchmarks.padding_picture $(ARGS)
+
+docs: python ## the documentation as a site in build/site; a broken link, name or section fails
+	@$(ENVIRONMENT) run project,docs env NO_MKDOCS_2_WARNING=1 mkdocs build --strict --quiet $(ARGS)
+	@echo "build/site/index.html"
 
 bench-stale: python ## which result files were written by other sources than are here
 	@$(PYTHON) -m benchmarks.sources

@@ -216,8 +216,10 @@ def main() -> None:
         last = held_out_loss(model, judged)
     console.print(f"\n[bold]Held-out loss {first:.3f} -> {last:.3f}[/] nats a byte")
     list_events(console, monitor)
-    console.print("\n[bold]See it in TensorBoard[/] (Time Series: memory/, Text: memory/events). Type:\n")
+    console.print("\n[bold]See it in TensorBoard.[/] Type this, and open the tab [bold]Memory[/]:\n")
     console.print(f"    {tensorboard_line(args.logdir)}\n", style="bold green", highlight=False, soft_wrap=True)
+    console.print("The tab shows memory over time, the events, and what makes each program's peak.")
+    console.print("The tabs Time Series (memory/) and Text (memory/events) show parts of it.\n")
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ RUN_BY = {
     "jaxmem ": "test_doc_commands.py::test_the_commands_of_the_documents_run",
     "pytest ": "test_docs.py::test_the_pytest_lines_of_a_gate_hold",
     # As long as a test has time for; that these flags exist is looked at below.
+    "python train.py": "test_quickstart.py::test_the_quickstart_runs_as_it_stands",
     "python examples/lora.py ": "test_examples.py::test_frozen_weights_cost_neither_state_nor_donation",
     "python examples/mixed_precision.py ": "test_examples.py::test_both_precisions_are_told_with_one_float32_state",
     "python examples/nnx_transformer.py ": "test_examples.py::test_the_loss_falls",
@@ -67,6 +68,7 @@ _ENVIRONMENTS = "makes environments from the network"
 # Which are run by no test, and why.
 NOT_RUN = {
     "pip install path/to/jaxmem_callbacks": _DOWNLOADS,
+    "pip install tensorboard": "installs from the network; `make demo` and `make test` do it",
     "jaxmem targets --install tpu gpu": "installs from the network; test_cli_targets.py does it from wheels of its own",
     "tensorboard --logdir runs": "a server that does not end; test_tensorboard_page.py starts one and looks at its pages",
     "make demo": "test_demo.py runs what it calls, examples/demo.py",
@@ -119,7 +121,7 @@ def named_flags(path: Path) -> set[str]:
 
 
 def test_examples_know_the_flags_that_documents_give_them() -> None:
-    lines = [shlex.split(line) for _, line in shell_lines() if line.startswith("python ")]
+    lines = [shlex.split(line) for _, line in shell_lines() if line.startswith("python examples/")]
     assert lines
     for _, script, *words in lines:
         assert {word for word in words if word.startswith("--")} <= named_flags(ROOT / script), (script, words)

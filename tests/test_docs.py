@@ -87,23 +87,24 @@ def loss_fn(model, batch):
 model, optimizer = eqx.nn.MLP(16, 4, 32, 2, key=jax.random.key(0)), optax.adam(1e-3)
 opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 """
-BETWEEN = {("plan.md", 3): SHARDED, ("plan_a_pod.md", 1): SHARDED, ("README.md", 1): EQUINOX}
+BETWEEN = {("plan_search.md", 2): SHARDED, ("plan_a_pod.md", 1): SHARDED, ("frameworks.md", 1): EQUINOX}
 # Documents whose Python begins before JAX does: run in a process of their own.
 FRESH = {"environment.md", "choose_gpu_settings.md"}
 # What a reader does next with what a document defines; pytest's own part in it is `test_the_pytest_lines_of_a_gate_hold`.
 AFTERWARDS = {
-    "README.md": """
+    "frameworks.md": """
 model, opt_state, metrics = step(model, opt_state, batch)
 assert step.donated == ("model", "opt_state")
 """,
     "plan.md": "state, metrics = step(state, batch)",
+    "plan_search.md": "state, metrics = step(state, batch)",
     "plan_a_pod.md": "state, metrics = step(state, batch)",
     "gate.md": "test_the_step_does_not_grow(lambda step, *args, target, **_: jm.step_memory(step, *args, target=target))",
     "gate_memory_in_ci.md": "test_the_step_fits(lambda step, *args, target, **_: jm.step_memory(step, *args, target=target))",
     "accumulation.md": "assert jm.value_and_grad(loss)(state.params, batch)[0] > 0",
 }
-# Its blocks are not compiled for the hardware that they name: they ask what docs/tasks/plan_a_pod.md asks, over larger searches.
-NOT_THERE = {"plan.md"}
+# Blocks of these are not compiled for the hardware that they name: they ask what docs/tasks/plan_a_pod.md asks, over more.
+NOT_THERE = {"plan.md", "plan_peak.md", "plan_search.md"}
 
 
 def blocks(text: str, language: str) -> list[str]:
@@ -288,8 +289,11 @@ def test_blocks_are_found_and_can_fail() -> None:
         "oom.md",
         "plan.md",
         "plan_a_pod.md",
+        "plan_peak.md",
+        "plan_search.md",
         "prefetch.md",
         "presets.md",
+        "quickstart.md",
         "recovery.md",
         "remat.md",
         "sharding.md",

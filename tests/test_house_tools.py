@@ -70,7 +70,7 @@ def test_an_unknown_part_is_refused(tmp_path):
     answer = alone("run", "projct", "true", tmp_path=tmp_path)
     assert answer.returncode == 1
     assert (
-        "Unknown part 'projct'. Expected some of: project, demo, test, targets, compared, adapters, lint."
+        "Unknown part 'projct'. Expected some of: project, demo, test, docs, targets, compared, adapters, lint."
         in answer.stderr
     )
 

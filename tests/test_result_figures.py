@@ -25,6 +25,13 @@ from jaxmem_callbacks.writers.simulation import simulation_document
 MIB = 2**20
 
 
+def row(page: str, *cells: str) -> str:
+    """A line of a table, as ``docs/<page>`` has it."""
+    line = f"| {' | '.join(cells)} |"
+    assert line in (ROOT / "docs" / page).read_text("utf-8").splitlines(), line
+    return line
+
+
 def result(benchmark: str) -> dict:
     (path,) = (path for path in RESULTS.glob("*.json") if benchmark_of(path) == benchmark)
     return json.loads(path.read_text())
@@ -85,7 +92,7 @@ def test_every_extra_was_installed_from_the_wheel_on_both_jax_lines():
         assert {row["extra"] for row in rows if row["versions"]["jax"].startswith(f"{line}.")} == wanted
     assert {row["versions"]["jaxmem_callbacks"] for row in rows} == {jm.__version__}
     assert len({row["python"].rpartition(".")[0] for row in rows}) == 3
-    assert "in clean environments: three Pythons, both JAX lines, each extra" in (ROOT / "README.md").read_text()
+    row("benchmarks.md", "the wheel, alone and with each extra", "three Pythons, both JAX lines")
 
 
 def test_the_sdist_was_installed_by_pip_on_every_python_and_does_what_the_wheel_does():
@@ -93,25 +100,30 @@ def test_the_sdist_was_installed_by_pip_on_every_python_and_does_what_the_wheel_
     wheels = {row["python"]: row["found"] for row in rows if (row["installed"], row["extra"]) == ("wheel", None)}
     assert {row["python"]: row["found"] for row in rows if row["installed"] == "sdist"} == wheels
     assert len(wheels) == 3
-    assert "the sdist, installed by pip, does the same" in (ROOT / "README.md").read_text()
+    same = "the same three Pythons; it does the same, and builds the same wheel, byte by byte"
+    row("benchmarks.md", "the sdist, by pip", same)
 
 
 def test_figures_of_plans_for_pods_are_those_of_the_file():
     rows = {(row["target"], row["budget"]): row for row in result("plan_scale")["rows"]}
 
-    def seconds(names: tuple[str, str], budget: float | None) -> str:
-        return "{:.0f} and {:.0f} s".format(*(rows[name, budget]["seconds"] for name in names))
-
     pods = ("h100_sxm:64", "h100_sxm:1024"), ("v5p:4x4x4", "v5p:8x8x16")
-    (h100, v5p), (h100_all, v5p_all) = ([seconds(names, budget) for names in pods] for budget in (1.0, None))
-    assert all(row["fits"] and row["seconds"] < 300 for row in rows.values())
-    most = max(row["largest_resident_bytes"] for row in rows.values()) / 2**30
+    assert all(each["fits"] and each["seconds"] < 300 for each in rows.values())
+    most = max(each["largest_resident_bytes"] for each in rows.values()) / 2**30
     assert most < 12
-    readme, text = (" ".join((ROOT / name).read_text().split()) for name in ("README.md", "docs/plan.md"))
-    told = f"{h100} (with the frontier {h100_all}); for 64 and 1,024 v5p: {v5p} ({v5p_all}), on two cores, in {most:.1f} GiB"
-    assert f"none of them there: {told}" in readme
-    assert f"for 64 and for 1,024 H100 in {h100}, and for 64 and 1,024 v5p in {v5p}" in text
-    assert f"without a budget, which is the frontier too, in {h100_all} and in {v5p_all}" in text
+    for names, words in zip(pods, ("H100", "v5p"), strict=True):
+        for name, count in zip(names, ("64", "1,024"), strict=True):
+            row(
+                "benchmarks.md",
+                f"{count} {words}",
+                *(f"{rows[name, budget]['seconds']:.0f} s" for budget in (1.0, None)),
+            )
+    row("benchmarks.md", "goal", "300 s", "300 s")
+    assert f"The largest of these took {most:.1f} GiB" in (ROOT / "docs" / "benchmarks.md").read_text()
+    least = f"{rows[pods[0][1], 1.0]['seconds']:.0f} s"
+    assert (
+        f"| a plan of a GPT-3-sized step for 1,024 H100, on two cores | {least} |" in (ROOT / "README.md").read_text()
+    )
     few = [
         f"{rows[name, 1.0]['seconds']:.0f} s for 64 {kind}"
         for name, kind in (("h100_sxm:64", "H100"), ("v5p:4x4x4", "v5p"))
@@ -134,27 +146,28 @@ def test_figures_of_padding_are_those_of_the_file():
 
 
 def test_figures_of_the_hook_are_those_of_the_file():
-    readme = (ROOT / "README.md").read_text()
     content = result("hook_cost")
-    one, eight = (content["by_devices"][count]["monitor, everything on"] for count in ("1", "8"))
+    kinds = content["by_devices"]
+
+    def told(words: str, name: str, goal: str = "none", *, of: str = "monitor, everything on") -> None:
+        digits, unit = (3, "") if name.endswith("ratio") else (1, " µs")
+        cells = [f"{kinds[count][of][name]:.{digits}f}{unit}" for count in ("1", "8")]
+        row("benchmarks.md", words, *cells, goal)
+
+    told("the hook, median", "hook_median_us")
+    bare = "the hook less what the bare loop's clock and empty function take, median"
+    told(bare, "hook_above_bare_median_us", "10 µs")
+    told("an object that does nothing, median", "hook_median_us", of="an object that does nothing")
+    told("whole steps over the bare loop, mean", "whole_step_mean_ratio", "1.01")
+    told("whole steps over the bare loop, p99", "whole_step_p99_ratio", "1.05")
+    beside = "whole steps with stormlog's tracker over the bare loop, mean"
+    told(beside, "whole_step_mean_ratio", of="stormlog tracker")
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert f"without a step between, the hook takes {content['hook_in_a_row_us']} µs" in text
+    median = kinds["1"]["monitor, everything on"]["hook_median_us"]
     assert (
-        f"{one['hook_median_us']:.1f} microseconds in the median on one device and {eight['hook_median_us']:.1f} on eight"
-        in readme
+        f"| the monitor's hook in a loop of 5 ms steps, median | {median:.1f} µs |" in (ROOT / "README.md").read_text()
     )
-    assert f"Called in a row {content['hook_in_a_row_us']}" in readme
-    above, mean, p99 = (
-        f"{one[name]:.{digits}f} and {eight[name]:.{digits}f} (goal {goal})"
-        for name, digits, goal in (
-            ("hook_above_bare_median_us", 1, 10),
-            ("whole_step_mean_ratio", 3, 1.01),
-            ("whole_step_p99_ratio", 3, 1.05),
-        )
-    )
-    assert above in readme
-    assert f"mean {mean}, p99 {p99}" in readme
-    beside = [content["by_devices"][count].get("stormlog tracker") for count in ("1", "8")]
-    told = [f"{each['whole_step_mean_ratio']:.3f}" for each in beside if each]
-    assert (f"stormlog's tracker {' and '.join(told)}" if told else "stormlog was not in this run") in readme
 
 
 def test_the_loggers_that_were_tried_are_those_of_the_file():
@@ -237,14 +250,17 @@ def test_figures_of_the_simulator_are_those_of_the_file():
         for part in ("pool_alone", "replay")
     )
     assert min(pool, replay) >= 100_000
-    few, many, most = (row["median_us"] / 1000 for row in content["recording_a_call"])
-    for document in ("README.md", "docs/simulate.md"):
-        text = " ".join((ROOT / document).read_text().split())
-        assert f"at least {pool:,} allocations a second of processor time, a whole replay {replay:,}" in text
-        assert (
-            f"takes {few:.1f} ms of processor time at 100 live arrays, {many:.1f} at 1,000 and {most:.1f} at 5,000"
-            in text
-        )
+    few, many, most = (each["median_us"] / 1000 for each in content["recording_a_call"])
+    row("benchmarks.md", "XLA's pool alone", f"at least {pool:,} allocations a second")
+    row("benchmarks.md", "a whole replay", f"at least {replay:,} allocations a second")
+    row("benchmarks.md", "recording a trace, a call at 100 live arrays", f"{few:.1f} ms")
+    row("benchmarks.md", "the same at 1,000", f"{many:.1f} ms")
+    row("benchmarks.md", "the same at 5,000", f"{most:.1f} ms")
+    text = " ".join((ROOT / "docs" / "simulate.md").read_text().split())
+    assert f"at least {pool:,} allocations a second of processor time, a whole replay {replay:,}" in text
+    assert (
+        f"takes {few:.1f} ms of processor time at 100 live arrays, {many:.1f} at 1,000 and {most:.1f} at 5,000" in text
+    )
 
 
 def test_costs_of_recovery_are_those_of_the_file():
@@ -265,12 +281,9 @@ def test_costs_of_recovery_are_those_of_the_file():
     sizes = [f"{row['state_bytes'] // MIB} MiB" for row in (rows[-1], rows[0])]
     told = f"host copy of {sizes[0]} takes {large[0]} times as long, a checkpoint on disk {large[1]}, the way back from the host"
     assert f"{told} {large[2]}; of {sizes[1]} {small[0]}, {small[1]} and {small[2]}" in text
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert (
-        f"a step by `jm.Recovery` over one that is waited for: {idle:.2f}; a host copy of a state of {sizes[0]}"
-        in readme
-    )
-    assert f"over a copy of its bytes by NumPy: {large[0]}, a checkpoint on disk: {large[1]}" in readme
+    row("benchmarks.md", "a step by `jm.Recovery` over one that is waited for", f"{idle:.2f}")
+    row("benchmarks.md", f"a host copy of a state of {sizes[0]} over a copy of its bytes by NumPy", f"{large[0]}")
+    row("benchmarks.md", "a checkpoint on disk over the same", f"{large[1]}")
 
 
 def test_the_time_of_a_report_is_that_of_the_file():
@@ -314,41 +327,41 @@ def test_documents_on_remat_give_no_bytes_that_no_file_holds():
 
 def test_figures_of_the_cut_against_remat_by_hand_are_those_of_the_file():
     rows = result("remat_by_hand")["rows"]
-    by_target = {target: [row for row in rows if row["target"] == target] for target in ("h100_sxm", "v5e:2x2", "cpu")}
-    told = [
-        ", ".join(f"{row['bytes_over_hand']:.2f}" for row in by_target[target]) + f" on {where}"
-        for target, where in (("h100_sxm", "an H100"), ("v5e:2x2", "a v5e"), ("cpu", "the CPU"))
-    ]
-    work = {tuple(round(row["flops_over_hand"], 2) for row in some) for some in by_target.values()}
+    targets = ("h100_sxm", "v5e:2x2", "cpu")
+    by_target = {target: [each for each in rows if each["target"] == target] for target in targets}
+    words = ("Llama-like Linen model, unrolled", "NNX transformer, scanned", "U-Net")
+    work = {tuple(round(each["flops_over_hand"], 2) for each in some) for some in by_target.values()}
     assert len(work) == 1
-    flops = ", ".join(f"{share:.2f}" for share in work.pop())
-    assert f"{', '.join(told)}; FLOPs {flops}," in (ROOT / "README.md").read_text("utf-8")
+    for number, (model, flops) in enumerate(zip(words, work.pop(), strict=True)):
+        sizes = [f"{by_target[target][number]['bytes_over_hand']:.2f}" for target in targets]
+        row("benchmarks.md", model, *sizes, f"{flops:.2f}")
 
 
 def test_figures_of_the_analytic_part_are_those_of_the_file():
-    loop, llama = result("analytic")["rows"]
-    assert all(row["equations"] >= 10_000 and row["analytic_s"] < 5 for row in (loop, llama))
-    told = (
-        f"{loop['analytic_s']:.1f} s of one core for a loop of layers, {llama['analytic_s']:.1f} s for an unrolled Flax model; "
-        f"JAX's own tracing of the gradients is {loop['jax_traces_the_gradients_s']:.1f} and "
-        f"{llama['jax_traces_the_gradients_s']:.1f} s besides, of those of the cut loss, once for each policy that is compiled, "
-        f"{loop['gradients_of_the_cut_loss_traced_s']:.1f} and {llama['gradients_of_the_cut_loss_traced_s']:.1f} s"
-    )
-    assert told in (ROOT / "README.md").read_text("utf-8")
+    both = result("analytic")["rows"]
+    assert all(each["equations"] >= 10_000 and each["analytic_s"] < 5 for each in both)
+    again = "besides: JAX traces the gradients of the cut loss, once for each policy that is compiled"
+    for words, name in (
+        ("the analytic part", "analytic_s"),
+        ("besides: JAX traces the gradients", "jax_traces_the_gradients_s"),
+        (again, "gradients_of_the_cut_loss_traced_s"),
+    ):
+        row("benchmarks.md", words, *(f"{each[name]:.1f}" for each in both))
 
 
-def test_the_readme_tells_a_million_steps_and_the_lowering_as_the_files_do():
-    readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
-    real = result("million_steps")["real"]
-    grown, events = real["resident_growth_bytes"] / MIB, real["file_bytes"]["events"] / 1e3
+def test_a_million_steps_and_the_lowering_are_those_of_the_files():
+    content = result("million_steps")
+    real = content["real"]
     pace = round(real["steps"] / real["seconds"], -3)
-    assert (
-        f"resident memory grew by {grown:.1f} MiB, the event file has {events:.0f} kB, {real['dropped_stamps']:,} stamps"
-        in readme
-    )
-    assert f"stamps that the ring lost at {pace:,.0f} steps a second are counted" in readme
-    loop, llama = (row["cut_over_plain"] for row in result("lowering")["rows"])
-    assert f"{loop:.2f} for layers in a Python loop, {llama:.2f} for an unrolled Flax model" in readme
+    row("benchmarks.md", "growth of resident memory", f"{real['resident_growth_bytes'] / MIB:.1f} MiB")
+    row("benchmarks.md", "event file", f"{real['file_bytes']['events'] / 1e3:.0f} kB")
+    lost = f"{real['dropped_stamps']:,}, at {pace:,.0f} steps a second"
+    row("benchmarks.md", "stamps that the ring lost, all counted", lost)
+    slow = content["steps_of"]["1.0 s"]["event_file_bytes"] / 1e6
+    row("benchmarks.md", "event files of a million steps of one second each, pictures included", f"{slow:.0f} MB")
+    loop, llama = (each["cut_over_plain"] for each in result("lowering")["rows"])
+    row("benchmarks.md", "layers in a Python loop", f"{loop:.2f}")
+    row("benchmarks.md", "unrolled Flax model", f"{llama:.2f}")
 
 
 def test_figures_of_compiler_options_are_those_of_the_file():
@@ -359,5 +372,5 @@ def test_figures_of_compiler_options_are_those_of_the_file():
     assert max(parts) <= 1
     assert mean <= 0.7
     assert found["compiles"] <= 4
-    text = " ".join((ROOT / "docs" / "plan.md").read_text().split())
+    text = " ".join((ROOT / "docs" / "plan_search.md").read_text().split())
     assert f"need {min(parts):.2f} to {max(parts):.2f} of the bytes with other options, {mean:.2f} in the" in text

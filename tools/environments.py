@@ -9,7 +9,7 @@ too, so that they get a sentence instead of a traceback.
     python3 tools/environments.py each PARTS COMMAND...      # once for every supported Python found
     python3 tools/environments.py other PARTS COMMAND...     # on the JAX line that .venv does not have
     python3 tools/environments.py apart PARTS COMMAND...     # in .venv-3.12-apart, for what COMMAND installs itself
-PARTS is a comma list of: project, demo, test, targets, compared, adapters, lint.
+PARTS is a comma list of: project, demo, test, docs, targets, compared, adapters, lint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Iterator  # noqa: UP035 - this file also runs on Python 3.8
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST, NEWEST = (3, 11), (3, 13)
 PREFERRED = ("3.12", "3.11", "3.13")
-PARTS = ("project", "demo", "test", "targets", "compared", "adapters", "lint")
+PARTS = ("project", "demo", "test", "docs", "targets", "compared", "adapters", "lint")
 PROBE = """
 import json, ssl, sys, venv, ensurepip
 print(json.dumps([list(sys.version_info[:2]), sys.executable]))

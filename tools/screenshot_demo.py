@@ -1,9 +1,11 @@
-"""Pictures for the documents: the demo's run as the real TensorBoard shows it, and its report; a failure's report.
+"""Pictures for the documents: the demo's run in the real TensorBoard, its report, and the report of a failure.
 
     make demo && .venv/bin/python tools/screenshot_demo.py
 
-Enters: the files of a run; examples/out_of_memory.py, which is run. Leaves: docs/images/tensorboard.png, tensorboard_charts.png,
-tensorboard_events.png, report.png and oom_report.png. Needs Chromium with its driver, and the packages of the parts `project`
+Enters: the files of a run; examples/out_of_memory.py, which is run. Leaves: docs/images/memory_tab.png, memory_tab_dark.png,
+tensorboard_charts.png, tensorboard_events.png, report.png and oom_report.png.
+
+Needs Chromium with its driver, and the packages of the parts `project`
 and `demo`.
 """
 
@@ -41,13 +43,13 @@ const button = [...document.querySelectorAll('button')].find((each) => each.text
 if (button) button.click();
 return Boolean(steps) && Boolean(button);
 """
-# The Images page is made of shadow trees; its pictures are small unless this is asked for.
-FULL_SIZE = """
+# The tab is a frame in TensorBoard's page, and complete once the largest program's peak is drawn.
+TAB_IS_DRAWN = """
 const under = (root) =>
   [...root.querySelectorAll('*')].flatMap((each) => [each, ...(each.shadowRoot ? under(each.shadowRoot) : [])]);
-const box = under(document).find((each) => each.localName === 'paper-checkbox' && each.textContent.includes('actual image size'));
-if (box) box.click();
-return Boolean(box);
+const frame = under(document).find((each) => each.localName === 'iframe');
+const page = frame && frame.contentDocument;
+return Boolean(page) && page.querySelector('#time svg') !== null && page.querySelector('#peak .cell') !== null;
 """
 
 
@@ -68,16 +70,19 @@ def tensorboard(folder: Path) -> Iterator[str]:
 
 
 def photograph(logdir: Path, out: Path, tags: str) -> None:
-    """Save the Images page with memory over time, the Time Series page, and the Text page with the events."""
+    """Save the tab Memory in light and dark, the Time Series page, and the Text page with the events."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(logdir, folder / "runs" / logdir.name)  # seen from the folder above, the run has its own name
         with tensorboard(folder) as address, Browser() as browser:
+            browser.resize(1400, 1000)
+            for picture, dark in (("memory_tab", "false"), ("memory_tab_dark", "true")):
+                browser.open(f"{address}/?darkMode={dark}#jaxmem")
+                if not browser.wait_for(lambda: browser.run(TAB_IS_DRAWN)):
+                    sys.exit("TensorBoard shows no tab Memory: pip install -e . registers it")
+                time.sleep(1)
+                browser.screenshot(out / f"{picture}.png")
             browser.resize(1240, 860)
-            browser.open(f"{address}/?darkMode=false#images&tagFilter=over_time")
-            browser.wait_for(lambda: browser.run(FULL_SIZE))
-            time.sleep(3)
-            browser.screenshot(out / "tensorboard.png")
             browser.run(WIDE)
             browser.open(f"{address}/{CHARTS.format(tags=tags)}")
             browser.wait_for(lambda: "live_arrays_gib" in browser.text())
@@ -138,7 +143,7 @@ def main() -> None:
     photograph(args.logdir, args.out, args.tags)
     photograph_report(args.logdir, args.out / "report.png")
     photograph_failure(args.out / "oom_report.png")
-    print(f"Saved tensorboard*.png, report.png and oom_report.png in {args.out}")
+    print(f"Saved memory_tab*.png, tensorboard_*.png, report.png and oom_report.png in {args.out}")
 
 
 if __name__ == "__main__":

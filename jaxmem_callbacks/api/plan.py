@@ -75,7 +75,7 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
         resident: What else stays in memory: bytes, ``"2GiB"``, a tree of arrays such as an EMA copy, or a list of such.
         search: What may be varied besides, at most 16 compiles in all: ``{"remat": True, "offload": True,
             "chunks": True, "microbatches": [2, 4], "donate": True, "sharding": ["zero1", "fsdp"], "batch": {"multiple_of":
-            8, "at_most": 512}}``, of which any part may be left out and most may be True; docs/plan.md has the words. The
+            8, "at_most": 512}}``, of which any part may be left out and most may be True; docs/plan_search.md has the words. The
             batch is changed only by ``"batch"``.
         beside: Other programs that must fit too, as pairs of a function and its arguments:
             ``[(eval_step, (state, batch))]``. Each is compiled once for every way to place the state, besides the compiles

@@ -1,0 +1,111 @@
+"""Hooks of the documentation site: links that leave docs/ stay links, and `::: jm.NAME` is a public name's docstring.
+
+    mkdocs build --strict          # as `make docs` does
+
+A page in docs/ may link to files beside docs/, such as `../results/x.json`, which is right in the repository. Each such file
+becomes a page of the site, or a file beside its pages. No link leads to a server of the project, so the site is whole wherever
+it is put.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import jaxmem_callbacks  # noqa: E402 - the checkout is put on the path first
+
+LINK = re.compile(r"(\]\()([^)#\s]+)")
+NAME = re.compile(r"^::: jm\.(\w+)$", re.MULTILINE)
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml"}
+ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "examples/README.md")  # which the navigation names
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add what pages link to outside of docs/, and what those link to in turn."""
+    waiting = list(ALWAYS)
+    for file in files.documentation_pages():
+        waiting += _outside(file.content_string, f"docs/{file.src_uri}")
+    seen = set[str]()
+    while waiting:
+        origin = waiting.pop()
+        if origin in seen:
+            continue
+        seen.add(origin)
+        path = ROOT / origin
+        if path.suffix == ".md":
+            text = path.read_text("utf-8")
+            waiting += _outside(text, origin)
+        elif path.suffix in LANGUAGES:
+            text = f"# {path.name}\n\n```{LANGUAGES[path.suffix]}\n{path.read_text('utf-8')}```\n"
+        else:
+            files.append(File.generated(config, _uri(origin), abs_src_path=str(path)))
+            continue
+        files.append(File.generated(config, _uri(origin), content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Rewrite links between docs/ and the files beside it; put full names behind `:::`."""
+    del config, files
+    here = page.file.src_uri
+    origin = _origin(here)
+
+    def to_site(link: re.Match[str]) -> str:
+        target = _target(link[2], origin)
+        if target is None:
+            return link[0]
+        return link[1] + posixpath.relpath(_uri(target), posixpath.dirname(here) or ".")
+
+    return NAME.sub(_docstring, LINK.sub(to_site, markdown))
+
+
+def _docstring(name: re.Match[str]) -> str:
+    """The directive of mkdocstrings for a public name."""
+    module, attribute = jaxmem_callbacks._EXPORTS[name[1]]  # noqa: SLF001 - the one table of public names
+    full = ".".join(("jaxmem_callbacks", module, *([attribute] if attribute else [])))
+    members = "" if attribute else f"\n      members: {list(__import__(full, fromlist=['x']).__all__)}"
+    return f"::: {full}\n    options:\n      heading: jm.{name[1]}\n      toc_label: {name[1]}{members}"
+
+
+def _outside(text: str, origin: str) -> list[str]:
+    """Files beside docs/ that a text links to."""
+    targets = (_target(link, origin) for _, link in LINK.findall(text))
+    return [target for target in targets if target is not None and not target.startswith("docs/")]
+
+
+def _target(link: str, origin: str) -> str | None:
+    """The file of the repository behind a link, from its root; None for what is no such file."""
+    if re.match(r"[a-z]+:", link):
+        return None
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(origin), link))
+    return target if not target.startswith("..") and (ROOT / target).is_file() else None
+
+
+def _uri(origin: str) -> str:
+    """Where a file of the repository is on the site."""
+    if origin.startswith("docs/"):
+        return origin.removeprefix("docs/")
+    page = Path(origin)
+    if page.name == "README.md":  # which the site would take for the index of its folder
+        return f"repository/{page.parent.as_posix()}.md"
+    return f"repository/{origin}.md" if page.suffix in LANGUAGES else f"repository/{origin}"
+
+
+def _origin(uri: str) -> str:
+    """The file of the repository behind a page of the site."""
+    if not uri.startswith("repository/"):
+        return f"docs/{uri}"
+    origin = uri.removeprefix("repository/")
+    for name in (origin, origin.removesuffix(".md"), f"{origin.removesuffix('.md')}/README.md"):
+        if (ROOT / name).is_file():
+            return name
+    return origin
