@@ -4,7 +4,7 @@
 
 A page in docs/ may link to files beside docs/, such as `../results/x.json`, which is right in the repository. Each such file
 becomes a page of the site, or a file beside its pages. No link leads to a server of the project, so the site is whole wherever
-it is put.
+it is put. A link whose words are a page's file name gets the page's title from the navigation.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ from __future__ import annotations
 import posixpath
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -24,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 import jaxmem_callbacks  # noqa: E402 - the checkout is put on the path first
 
 LINK = re.compile(r"(\]\()([^)#\s]+)")
+FILE_NAME = re.compile(r"\[([\w./]+\.md)\]\(([^)#\s]+\.md)(#[\w-]+)?\)")
 NAME = re.compile(r"^::: jm\.(\w+)$", re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml"}
 ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "examples/README.md")  # which the navigation names
@@ -55,9 +58,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Rewrite links between docs/ and the files beside it; put full names behind `:::`."""
-    del config, files
+    del files
     here = page.file.src_uri
-    origin = _origin(here)
+    origin, titles = _origin(here), dict(_titles(config["nav"]))
 
     def to_site(link: re.Match[str]) -> str:
         target = _target(link[2], origin)
@@ -65,7 +68,21 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return link[0]
         return link[1] + posixpath.relpath(_uri(target), posixpath.dirname(here) or ".")
 
-    return NAME.sub(_docstring, LINK.sub(to_site, markdown))
+    def titled(link: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(here), link[2]))
+        return f"[{titles.get(target, link[1])}]({link[2]}{link[3] or ''})"
+
+    return NAME.sub(_docstring, FILE_NAME.sub(titled, LINK.sub(to_site, markdown)))
+
+
+def _titles(nav: Any) -> Iterator[tuple[str, str]]:
+    """Each page of the navigation with its title there."""
+    for entry in nav:
+        for title, below in entry.items():
+            if isinstance(below, str):
+                yield below, title
+            else:
+                yield from _titles(below)
 
 
 def _docstring(name: re.Match[str]) -> str:

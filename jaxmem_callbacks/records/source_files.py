@@ -50,7 +50,7 @@ def short_path(file: str) -> str:
 def _installed_under(file: str) -> Path | None:
     """The folder that the package of a file was installed into; None for a file of no installed package.
 
-    By its name, or as `pip install --target` leaves it: a folder of ``sys.path`` with the records of what it holds.
+    By its name, or as pip leaves it with `--target`: a folder of ``sys.path`` with the records of what it holds.
     """
     searched = {os.path.realpath(each) for each in sys.path}
     for folder in Path(file).parents:
