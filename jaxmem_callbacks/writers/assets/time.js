@@ -313,7 +313,7 @@ function grid(picture, y, high, panel, width, name, count) {
     picture.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: place, y2: place }),
       svg("text", { class: "tick", x: LEFT - 8, y: place + 4, "text-anchor": "end" }, value ? bytes(value) : "0"));
   }
-  picture.append(svg("text", { class: "tick name", x: LEFT + 2, y: panel.top - 6 }, name));
+  picture.append(svg("text", { class: "tick name", x: LEFT + 14, y: panel.top - 6 }, name));
 }
 
 function places(record, at, from, to) {
