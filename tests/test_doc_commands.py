@@ -75,6 +75,7 @@ NOT_RUN = {
     "make test": "what runs this test",
     "make lint format-check types": "what continuous integration runs beside the tests",
     "make quick": "a part of this suite",
+    "make docs": "test_docs_site.py runs what it calls, mkdocs build --strict",
     "make core": "what continuous integration runs beside the tests",
     "make test-adapters": _ENVIRONMENTS,
     "make mutants": "runs parts of this suite many times over",
