@@ -273,15 +273,17 @@ def test_costs_of_recovery_are_those_of_the_file():
         [round(row[kind]["over_a_memory_copy"], 1) for kind in ("host", "orbax", "back_from_host")]
         for row in (rows[-1], rows[0])
     )
-    text = " ".join((ROOT / "docs" / "recovery.md").read_text().split())
-    assert (
-        f"`recovery.step` takes {idle:.2f} times as long as a step of `jm.jit_step` whose result is waited for" in text
-    )
-    between = f"Where the host needs {steps['host_ms']:.0f} ms between two steps"
-    assert f"{between}, it takes {busy:.2f} times as long as steps that are not waited for" in text
-    sizes = [f"{row['state_bytes'] // MIB} MiB" for row in (rows[-1], rows[0])]
-    told = f"host copy of {sizes[0]} takes {large[0]} times as long, a checkpoint on disk {large[1]}, the way back from the host"
-    assert f"{told} {large[2]}; of {sizes[1]} {small[0]}, {small[1]} and {small[2]}" in text
+    sizes = [f"{each['state_bytes'] // MIB} MiB" for each in (rows[-1], rows[0])]
+    row("recovery.md", "a step of `jm.jit_step` whose result is waited for", f"{idle:.2f}")
+    apart = f"steps that are not waited for, where the host needs {steps['host_ms']:.0f} ms between two steps"
+    row("recovery.md", f"{apart}, since those hide one behind the other", f"{busy:.2f}")
+    row("recovery.md", "over NumPy's copy of the same bytes in memory", *sizes)
+    for words, both in zip(
+        ("a host copy", "a checkpoint on disk", "the way back from the host"),
+        zip(large, small, strict=True),
+        strict=True,
+    ):
+        row("recovery.md", words, *map(str, both))
     row("benchmarks.md", "a step by `jm.Recovery` over one that is waited for", f"{idle:.2f}")
     row("benchmarks.md", f"a host copy of a state of {sizes[0]} over a copy of its bytes by NumPy", f"{large[0]}")
     row("benchmarks.md", "a checkpoint on disk over the same", f"{large[1]}")
