@@ -205,7 +205,7 @@ def test_a_program_beside_the_step_is_named_by_its_file_and_function(
     ask = ["plan", "--json", "--search", "remat=no", "--budget", "1MiB", "--beside"]
     preset = tmp_path / "plan.yaml"
     saving = ["--save", str(preset), str(script)]
-    assert main([*ask, f"{script}:make_eval", *saving]) == 2, "the evaluation does not fit, the step would"
+    assert main([*ask, f"{script}:make_eval", *saving]) == 3, "the evaluation does not fit, the step would"
     printed = capsys.readouterr()
     assert f"nothing fits, so {preset} was not written" in printed.err
     assert not preset.exists()

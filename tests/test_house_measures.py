@@ -66,11 +66,12 @@ def private_words() -> float:
 
 
 MEASURES = {
+    # Five are what terminals and loggers show: the log, a run that is watched, completion, files of figures, remote folders.
     # Six are of the memory page: a run over time, its reader while it goes on, the model, the page, the tab, and the peak without
     # a second compile. Five of chunks: maps of equations, their proof, their evaluation, the loops made
     # of them, and what a plan tries. Four of compiler options: a record, their candidates, the overlap that they cost, and the
     # limit for which XLA plans. Two compare the JAX of two interpreters: their answers, and the buffers of two peaks.
-    "files": (lambda: len(sources()), 215),
+    "files": (lambda: len(sources()), 220),
     "small files": (small_files, 5),
     "share of modules with one importer": (importers_of_one, 0.235),
     "import depth": (lambda: max(map(cached_depth, sources())), 17),

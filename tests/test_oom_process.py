@@ -89,7 +89,13 @@ def test_exit_code_and_stderr_are_those_of_a_run_without_the_guard(explained, pl
     assert rest[-1].startswith("jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating ") or any(
         "RESOURCE_EXHAUSTED" in line for line in rest
     )
-    assert own == [f"jaxmem: out of memory, explained in {folder}/report.md"]
+    sentence, waits, best, place = own
+    assert sentence == f"jaxmem: out of memory: {facts(folder)['sentence']}"
+    assert waits == "jaxmem: compiling what may make it fit, for 90 s at most"
+    first = facts(folder)["remedies"][0]
+    assert best.startswith(f"jaxmem: try first (compiled): {first['what'].rstrip('.')}, which saves ")
+    assert best.endswith(first["lines"][0].strip())
+    assert place == f"jaxmem: out of memory, explained in {folder}/report.md"
 
 
 def test_the_first_remedy_applied_needs_the_bytes_that_were_predicted(explained):
@@ -177,7 +183,7 @@ def test_a_monitor_that_nobody_closed_reports_at_the_end(plain, tmp_path):
     assert done.returncode == plain.returncode == 1
     assert rest == plain.stderr.splitlines()
     folder = only_folder(tmp_path / "reports" / "run-oom")
-    assert own == [f"jaxmem: out of memory, explained in {folder}/report.md"]
+    assert f"jaxmem: out of memory, explained in {folder}/report.md" in own
     assert facts(folder)["program"]["name"] == "train_step"
     assert facts(folder)["step"] == 1
 

@@ -71,7 +71,7 @@ def test_what_a_plan_says_of_donation_is_typed_and_pasted(kind: str, tmp_path: P
     least = min(each["need_bytes"] for each in found["candidates"])
     budget = ["--budget", f"{(least - 1) // 1024}KiB"]
     code, _, printed = planned(capsys, str(script), *budget)
-    assert code == 2
+    assert code == 3
     option = pasted("plan.donate", " ".join(printed.split())).partition(" (")[0]
     assert "compiled, and it fits." in " ".join(printed.split())
     code, found, _ = planned(capsys, str(script), *budget, *shlex.split(option), "--json")

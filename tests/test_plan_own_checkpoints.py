@@ -181,7 +181,7 @@ def test_what_a_plan_of_a_script_prints_is_pasted(kind: str, tmp_path: Path, cap
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.format(body=BODIES[kind]))
     line = next(at for at, text in enumerate(script.read_text().splitlines(), 1) if "checkpoint" in text)
-    assert main(["plan", str(script), "--budget", "4MiB"]) == 2
+    assert main(["plan", str(script), "--budget", "4MiB"]) == 3
     told = " ".join(capsys.readouterr().out.split())
     place = rf"train\.py:{line}" if kind != "the whole loss" else r"train\.py:\d+ around forward"
     assert re.search(rf"-> none: The loss has its own checkpoints \([^ ]*{place}", told), told

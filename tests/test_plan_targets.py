@@ -227,7 +227,7 @@ def test_the_command_plans_saves_and_tells_by_its_exit_code(tmp_path: Path, caps
     assert jm.load_preset(str(saved)).policy.remat == "full"
     assert picture.stat().st_size > 10_000
     assert len(list(pages.glob("events.out.tfevents.*.plan"))) == 1
-    assert main([*options[:-1], "1MiB", "--json"]) == 2
+    assert main([*options[:-1], "1MiB", "--json"]) == 3
     figures: dict[str, Any] = json.loads(capsys.readouterr().out)
     nearest = figures["candidates"][figures["chosen"]]
     assert nearest["fits"] is False

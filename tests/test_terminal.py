@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import os
 import re
 import shlex
@@ -21,8 +22,8 @@ from jaxmem_callbacks.records.errors import printable
 from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.terminal import put, read_json
 from jaxmem_callbacks.simulator.cases import CASES
-from jaxmem_callbacks.writers.console import ConsoleWriter
 from jaxmem_callbacks.writers.jsonl import write_trace
+from jaxmem_callbacks.writers.log import LogWriter
 from tests import sample_plans
 from tests.sample_runs import write_run
 
@@ -122,8 +123,9 @@ def test_doctor_prints_none_of_the_environment(capsys, monkeypatch):
     assert unsafe(streams.out + streams.err) == []
 
 
-def test_no_event_moves_the_console(capfd):
-    ConsoleWriter().write(
+def test_no_event_moves_the_console(capfd, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("jaxmem_callbacks"), "propagate", False)
+    LogWriter().write(
         MemoryEvent(kind="near_oom", step=1, time_s=0.0, device="cpu:0", message=f"full {ATTACK}", action="x")
     )
     said = capfd.readouterr().err

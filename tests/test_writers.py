@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import logging
 import math
 import re
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import get_args
 
 import pytest
 from PIL import Image
-from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
@@ -20,10 +20,10 @@ from jaxmem_callbacks.analysis.figures import Spread, Window
 from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.records.documents import Document, as_markdown
 from jaxmem_callbacks.records.runs import EventKind, Unavailable
-from jaxmem_callbacks.writers.console import ConsoleWriter
 from jaxmem_callbacks.writers.events import event_document, event_title
 from jaxmem_callbacks.writers.figures import EVENT_COLOURS, draw_over_time
 from jaxmem_callbacks.writers.jsonl import JsonlWriter
+from jaxmem_callbacks.writers.log import LogWriter
 from jaxmem_callbacks.writers.protocol import CollectingWriter, LoggedTable, Picture, Record
 from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter, layout_of
 from tests.sample_records import COMPILED, EVENT, MIB, READING, TABLE, WINDOW, points
@@ -174,7 +174,8 @@ def test_the_figure_shows_limit_line_and_events():
     assert red not in colours(without)
 
 
-def test_every_kind_of_event_has_a_title_and_a_colour_of_its_own_in_the_figure_and_on_the_console():
+def test_every_kind_of_event_has_a_title_and_a_colour_of_its_own_in_the_figure_and_in_the_log(capfd, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("jaxmem_callbacks"), "propagate", False)
     kinds = get_args(EventKind)
     events = [dataclasses.replace(EVENT, kind=kind) for kind in kinds]
     assert set(EVENT_COLOURS) == set(kinds)
@@ -182,11 +183,10 @@ def test_every_kind_of_event_has_a_title_and_a_colour_of_its_own_in_the_figure_a
     plain = colours(draw_over_time(points(), []))
     for event in events:
         assert colours(draw_over_time(points(), [event])) - plain, event.kind
-    screen = Console(file=io.StringIO(), width=200)
     for event in events:
-        ConsoleWriter(screen).write(event)
-    said = screen.file.getvalue().splitlines()
-    assert [line.partition(":")[0] for line in said] == [f"[memory] {event_title(kind)}" for kind in kinds]
+        LogWriter().write(event)
+    said = capfd.readouterr().err.splitlines()
+    assert [line.partition(" at step")[0] for line in said] == [f"jaxmem: {event_title(kind)}" for kind in kinds]
     assert event_title("donation_lost") == "Donation lost"
 
 
@@ -270,15 +270,7 @@ def test_jsonl_appends_after_a_run_that_was_killed_in_the_middle_of_a_line(tmp_p
     assert json.loads(end)["kind"] == "end", "closed, not killed"
 
 
-# Console and the double
-
-
-def test_console_prints_one_line_an_event():
-    stream = io.StringIO()
-    writer = ConsoleWriter(Console(file=stream, width=40))
-    for record in (EVENT, WINDOW, READING):
-        writer.write(record)
-    assert stream.getvalue() == "[memory] Near out of memory: gpu:0 holds 97 MiB of a limit of 100 MiB.\n"
+# The double
 
 
 def test_the_collecting_double_keeps_everything_in_order():

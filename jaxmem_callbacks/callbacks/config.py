@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +17,7 @@ from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import refuse, require_path
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import LEAST_GROWTH_STEPS, EnvironmentSettings, MonitorSettings, Preset
+from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import KIB
 from jaxmem_callbacks.writers.adapters import as_writer
 from jaxmem_callbacks.writers.protocol import Writer
@@ -192,6 +193,17 @@ def _writers_of(writer: Any) -> tuple[Writer, ...]:
         return ()
     each = cast("Sequence[Any]", writer) if isinstance(writer, list | tuple) else (writer,)
     return tuple(as_writer(one) for one in each)
+
+
+def event_callable(on_event: Any) -> Callable[[MemoryEvent], object] | None:
+    """What takes the events.
+
+    Raises:
+        TypeError: it cannot be called.
+    """
+    if on_event is not None and not callable(on_event):
+        refuse("MemoryMonitor", "on_event", on_event, "a callable that takes one MemoryEvent, such as events.append")
+    return on_event
 
 
 def _check(settings: MonitorSettings) -> None:

@@ -22,7 +22,7 @@ from jaxmem_callbacks.analysis.compile_detectors import DonationDetector, PlanDe
 from jaxmem_callbacks.analysis.limit_detectors import FragmentationDetector, NearOomDetector
 from jaxmem_callbacks.analysis.observation import Detector
 from jaxmem_callbacks.callbacks.background import Faults, Ticker
-from jaxmem_callbacks.callbacks.config import monitor_arguments
+from jaxmem_callbacks.callbacks.config import event_callable, monitor_arguments
 from jaxmem_callbacks.callbacks.cross_process import Exchange
 from jaxmem_callbacks.callbacks.recorder import Outputs, Recorder
 from jaxmem_callbacks.callbacks.sampler import NEVER, DueTimes, Sampler, Stamp
@@ -116,13 +116,15 @@ class MemoryMonitor:
             (docs/faults.md). None writes no files but the report of an out-of-memory failure that passes the monitor's
             ``with`` (docs/oom.md).
         writer: The user's own logger, or several: see ``as_writer``. It is called from the monitor's thread.
+        on_event: Called with each ``MemoryEvent`` of this process, on the monitor's thread, after the event was written. One that
+            raises is reported once and switched off; one that hangs is left behind, as a writer is (docs/faults.md).
         plan: What `jm.plan` gave for the step, or the path of the JSON that a plan made elsewhere was saved to: the monitor
             writes its figure and table once at the start, warns when it is stale, and shows predicted beside compiled bytes.
         probes: Replaces the built-in ones; read on the monitor's thread every ``scan_s`` seconds, except an ``AllocatorProbe``,
             which is read at every ``every_steps``-th call.
 
     Raises:
-        TypeError: a preset, plan, writer, probe or folder that is none.
+        TypeError: a preset, plan, writer, callable, probe or folder that is none.
         ValueError: settings out of range, a ``logdir`` that is no local folder, or a path at which there is no plan.
 
     Example:
@@ -135,12 +137,13 @@ class MemoryMonitor:
 
     _running = False  # also where the constructor refused its arguments
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a keyword
         self,
         preset: Preset | MonitorSettings | Name | None = None,
         *,
         logdir: str | os.PathLike[str] | None = None,
         writer: Any = None,
+        on_event: Callable[[MemoryEvent], object] | None = None,
         plan: Any = None,
         probes: Sequence[Probe] | None = None,
     ) -> None:
@@ -159,7 +162,7 @@ class MemoryMonitor:
         self._detectors = detectors_of(
             settings, split=given.split, plan=given.plan, versions=given.versions, since_s=time.time()
         )
-        outputs = Outputs(settings, given.folder, given.writers, self._faults)
+        outputs = Outputs(settings, given.folder, given.writers, self._faults, on_event=event_callable(on_event))
         self._recorder = Recorder(settings, outputs, self._faults, look_s=look_s, plan=given.plan)
         self._exchange = None if settings.processes_s is None else Exchange(settings.processes_s, self._faults)
         self._unverified = given.unverified

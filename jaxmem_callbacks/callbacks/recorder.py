@@ -43,6 +43,7 @@ from jaxmem_callbacks.records.units import GIB, format_bytes
 from jaxmem_callbacks.recovery.monitor_snapshot import MonitorSnapshot
 from jaxmem_callbacks.writers.figures import draw_heap, draw_over_time
 from jaxmem_callbacks.writers.jsonl import JsonlWriter, OwnEventsWriter, TraceWriter
+from jaxmem_callbacks.writers.log import EventCallback, LogWriter
 from jaxmem_callbacks.writers.plan_figure import plan_picture
 from jaxmem_callbacks.writers.plan_page import plan_page, plan_scalars
 from jaxmem_callbacks.writers.protocol import LoggedTable, Record, Writer
@@ -338,13 +339,20 @@ class Outputs:
         logdir: Their folder, or None for no files.
         writers: The user's own; only the first process writes to them.
         faults: Reports writers and the folder.
+        on_event: Takes each event of this process, or None.
     """
 
     def __init__(
-        self, settings: MonitorSettings, logdir: Path | None, writers: Sequence[Writer], faults: Faults
+        self,
+        settings: MonitorSettings,
+        logdir: Path | None,
+        writers: Sequence[Writer],
+        faults: Faults,
+        *,
+        on_event: Callable[[MemoryEvent], object] | None = None,
     ) -> None:
         self._settings, self._faults, self._users = settings, faults, writers
-        self._logdir, self._folder = logdir, logdir or Path()
+        self._logdir, self._folder, self._on_event = logdir, logdir or Path(), on_event
         self._run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         self._writers: dict[str, Writer] | None = None  # by the name that a fault is reported under
         self._in_folder: frozenset[str] = frozenset()
@@ -398,7 +406,8 @@ class Outputs:
             return False
 
     def _open(self) -> None:
-        self._writers = {}
+        log = self._faults.attempt("the log", self._log, default=None)
+        self._writers = {} if log is None else {"the log": log}
         plain, makers = self._faults.attempt("opening the writers", self._needed, default=((), {}))
         self._writers |= {f"writer {at} ({type(each).__name__})": each for at, each in enumerate(plain, start=1)}
         self._in_folder = frozenset(makers)
@@ -406,6 +415,8 @@ class Outputs:
             writer = self._attempt(name, make)
             if writer is not None:
                 self._writers[name] = writer
+        if self._on_event is not None:
+            self._writers["on_event"] = EventCallback(self._on_event)
         self.takes_pictures = any(writer.takes_pictures for writer in self._writers.values())
 
     def _needed(self) -> tuple[Sequence[Writer], Mapping[str, Callable[[], Writer]]]:
@@ -423,6 +434,10 @@ class Outputs:
             (self._settings.trace_steps > 0, "the trace", self._trace),
         ]
         return self._users, {f"{name} in {self._folder}": make for needed, name, make in makers if needed}
+
+    def _log(self) -> Writer:
+        """Of every process, since each sees its own events; the run's end is logged once."""
+        return LogWriter(self._logdir, limit_bytes=self._settings.limit_bytes, ends=jax.process_index() == 0)
 
     def _own_events(self) -> list[Writer]:
         """Without the folder's lock, which the first process may have on the same machine: no other has these files."""

@@ -17,7 +17,7 @@ from jaxmem_callbacks.cli.exit_codes import GREW, OK
 from jaxmem_callbacks.cli.other_jax import inspect_by, version_words
 from jaxmem_callbacks.cli.typed import place, whole
 from jaxmem_callbacks.readers.accounts import read_account
-from jaxmem_callbacks.records.documents import as_text
+from jaxmem_callbacks.records.documents import as_text, put_document
 from jaxmem_callbacks.records.errors import ComparisonError
 from jaxmem_callbacks.records.terminal import put
 
@@ -72,7 +72,10 @@ def run(args: argparse.Namespace) -> int:
         raise ComparisonError(msg)
     before, after = read_account(args.before), read_account(args.after)
     found = growth(before, after, most)
-    put((growth_json(found) if args.json else as_text(growth_document(found, after))) + "\n", as_json=args.json)
+    if args.json:
+        put(growth_json(found) + "\n", as_json=True)
+    else:
+        put_document(growth_document(found, after))
     return _exit_code(found)
 
 

@@ -48,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"start JAX's backend and ask its devices, in a process of its own with {PREALLOCATE}=false",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.epilog = "Exit code: 0 where nothing is wrong, 1 where something is, 2 for wrong arguments."
 
 
 def run(args: argparse.Namespace) -> int:

@@ -27,14 +27,44 @@ NOTHING_FOUND = 1
 NONE_SURVIVES = 1
 """``jaxmem simulate`` found no settings under which the run survives."""
 REFUSED = 2
-"""Wrong arguments, a wrong preset, a script that never reaches a step, a plan in which nothing fits, a log
-that cannot be read, output that cannot be written, or things that cannot be compared."""
+"""Wrong arguments, a wrong preset, a script that never reaches a step, a log that cannot be read, output that cannot be
+written, or things that cannot be compared."""
+DOES_NOT_FIT = 3
+"""``jaxmem plan`` compiled a plan, and nothing in it fits the budget."""
 INTERRUPTED = 130
 """Ctrl-C; what a shell reports for SIGINT."""
 TERMINATED = 143
 """SIGTERM, from a scheduler or ``timeout``; what a shell reports for it."""
 BROKEN_PIPE = 141
 """The reader of the output went away, as in ``jaxmem presets | head -1``; what a shell reports for SIGPIPE."""
+
+_SCRIPT = {FAILED: "the script itself failed; its traceback is on stderr", TERMINATED: "stopped by SIGTERM"}
+_OF_COMMANDS: dict[str, dict[int, str]] = {
+    "compare": {OK: "nothing that is judged grew too much", GREW: "something did"},
+    "completion": {OK: "the script was printed"},
+    "doctor": {OK: "nothing is wrong", FINDINGS: "something is"},
+    "inspect": {OK: "the step was inspected", **_SCRIPT},
+    "oom": {OK: "the log has a failure for want of memory", NOTHING_FOUND: "it has none"},
+    "plan": {OK: "the chosen policy fits, or no budget is known", DOES_NOT_FIT: "nothing fits the budget", **_SCRIPT},
+    "presets": {OK: "every preset is right"},
+    "report": {OK: "the page was written"},
+    "simulate": {OK: "settings survive the trace", NONE_SURVIVES: "none do"},
+    "targets": {OK: "what was asked for is here", FAILED: "pip failed, in its own words"},
+    "watch": {OK: "the run ended, or Ctrl-C ended the watching"},
+}
+_OF_ALL = {
+    REFUSED: "wrong arguments, or something that cannot be read or written; stderr says why",
+    INTERRUPTED: "stopped by Ctrl-C",
+    BROKEN_PIPE: "the reader of the output went away",
+}
+
+
+def exit_codes_text(command: str) -> str:
+    """The exit codes of a command, for the end of its help."""
+    codes = {**_OF_ALL, **_OF_COMMANDS[command]}
+    if command == "watch":
+        del codes[INTERRUPTED]
+    return "\n".join(["exit codes:", *(f"  {code:<3}  {codes[code]}" for code in sorted(codes))])
 
 
 def exit_of(interrupt: type[KeyboardInterrupt]) -> int:

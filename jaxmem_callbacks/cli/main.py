@@ -9,14 +9,15 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jaxmem_callbacks
-from jaxmem_callbacks.cli.exit_codes import OK, Leaving, code_of, leave, refused
+from jaxmem_callbacks.cli.exit_codes import OK, Leaving, code_of, exit_codes_text, leave, refused
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import did_you_mean
-from jaxmem_callbacks.records.terminal import put
+from jaxmem_callbacks.records.terminal import put, quietly
 
 # Command -> (module, one line of help). The module has `add_arguments(parser)` and `run(args) -> exit code`.
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -24,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "jaxmem_callbacks.cli.compare",
         "what grew between two runs, plans or saved step memories; a gate with --max-regress",
     ),
+    "completion": ("jaxmem_callbacks.cli.completion", "a shell's script that completes jaxmem's commands and options"),
     "doctor": (
         "jaxmem_callbacks.cli.doctor",
         "this machine's memory settings, what is wrong with them, and which figures exist here",
@@ -44,6 +46,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "jaxmem_callbacks.cli.targets",
         "compilers of hardware that is not here: which there are, and fetching them",
     ),
+    "watch": ("jaxmem_callbacks.cli.watch", "a run in the terminal while it goes on"),
 }
 
 _RUN_SCRIPTS = {"inspect", "plan"}  # and hand arguments on to them
@@ -58,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 where a script or an installation failed, memory grew more than allowed, `jaxmem doctor` found something, `jaxmem
         oom` nothing or no settings survive a trace; 2 where the library refused or stdout takes nothing, with the reason on
-        stderr and no traceback; 130 at Ctrl-C; 143 at SIGTERM while a step is planned or inspected; 141 where the output's
-        reader went away.
+        stderr and no traceback; 3 where nothing of a plan fits; 130 at Ctrl-C; 143 at SIGTERM while a step is planned or
+        inspected; 141 where the output's reader went away.
 
     Raises:
         SystemExit: argparse's own, for ``--help``, ``--version`` and wrong options.
@@ -99,7 +102,8 @@ def _run(given: list[str]) -> int:
     if command is None:
         parser.print_help()
         return OK
-    return int(args.run(args))
+    with quietly(args.quiet):
+        return int(args.run(args))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -145,18 +149,27 @@ def _script(args: argparse.Namespace, command: str, parser: argparse.ArgumentPar
     return str(args.script) if args.module is None else f"-m {args.module}"
 
 
-def _parsers(command: str | None) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """The parser, with the options of the one command that was asked for; and that command's own, else the same."""
+def _parsers(command: str | None, *, every: bool = False) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
+    """The parser, with the options of the one command that was asked for, or of each; and that command's own, else the same."""
     parser = _Parser(prog="jaxmem", description="Plan, apply and watch the memory of JAX training.")
     parser.add_argument("--version", action="version", version=f"jaxmem_callbacks {jaxmem_callbacks.__version__}")
     rows = parser.add_subparsers(title="commands", metavar="COMMAND")
     asked: argparse.ArgumentParser = parser
     for name, (module, words) in COMMANDS.items():
-        row = rows.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.")
-        if name == command:
+        row = rows.add_parser(
+            name,
+            help=words,
+            description=f"{words[0].upper()}{words[1:]}.",
+            epilog=exit_codes_text(name),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        if every or name == command:
             loaded = importlib.import_module(module)
+            row.add_argument(
+                "--quiet", action="store_true", help="print errors only, and the JSON that --json asks for"
+            )
             loaded.add_arguments(row)
-            row.set_defaults(run=loaded.run)
+            row.set_defaults(run=loaded.run, parser_of_all=partial(_parsers, None, every=True))
             asked = row
     return parser, asked
 

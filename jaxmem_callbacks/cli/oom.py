@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from jaxmem_callbacks.cli.exit_codes import NOTHING_FOUND, OK
 from jaxmem_callbacks.cli.typed import named
-from jaxmem_callbacks.records.documents import Block, Bullets, Document, Section, Table, as_text
+from jaxmem_callbacks.records.documents import Block, Bullets, Document, Section, Table, put_document
 from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.oom import LoggedBuffer, OomLog, PoolDump
 from jaxmem_callbacks.records.terminal import put
@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "log", metavar="LOG", type=named, help="a file of what a program printed, or - for standard input"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.epilog = "Exit code: 0 where the log has a failure, 1 where it has none, 2 where it cannot be read."
 
 
 def run(args: argparse.Namespace) -> int:
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         name = "standard input" if args.log == "-" else args.log
         put(f"{name} has no failure for want of memory.\n")
     else:
-        put(as_text(_document(found)) + "\n")
+        put_document(_document(found))
     return NOTHING_FOUND if found is None else OK
 
 

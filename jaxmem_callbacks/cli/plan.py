@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxmem_callbacks.cli.exit_codes import FAILED, OK, REFUSED, exit_of, signal_of
+from jaxmem_callbacks.cli.exit_codes import DOES_NOT_FIT, FAILED, OK, exit_of, signal_of
 from jaxmem_callbacks.cli.frames import called_as
 from jaxmem_callbacks.cli.script import (
     Reached,
@@ -205,7 +205,7 @@ def run(args: argparse.Namespace) -> int:
     """Reach the step, plan it, print.
 
     Returns:
-        0; 1 where the script itself failed; 2 where nothing fits; 130 at Ctrl-C and 143 at SIGTERM, with the best of what was
+        0; 1 where the script itself failed; 3 where nothing fits; 130 at Ctrl-C and 143 at SIGTERM, with the best of what was
         compiled until then.
 
     Raises:
@@ -265,7 +265,7 @@ def _print(made: Plan, args: argparse.Namespace, places: _Places, seen: TraceLog
         raise lost
     if (interrupt := interruption_here()) is not None:
         return exit_of(interrupt)
-    return REFUSED if unfit else OK
+    return DOES_NOT_FIT if unfit else OK
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -380,7 +380,7 @@ def _run(  # noqa: PLR0913, PLR0917 - what was typed, as what it means
             resident=args.resident,
             beside=beside,
             search=search,
-            progress=True,
+            progress=not args.quiet,
             **reached.kwargs,
         )
         return functools.partial(_print, _with_remarks(made, reached), args, places, seen)

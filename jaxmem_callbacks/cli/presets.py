@@ -9,7 +9,7 @@ from pathlib import Path
 from jaxmem_callbacks.cli.exit_codes import OK, REFUSED
 from jaxmem_callbacks.config.documents import is_path, read_text, require_shipped, shipped_names
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.documents import Document, Section, Table, as_text
+from jaxmem_callbacks.records.documents import Document, Section, Table, put_document
 from jaxmem_callbacks.records.errors import PresetError
 from jaxmem_callbacks.records.terminal import console_width, put
 
@@ -52,7 +52,7 @@ def _list() -> None:
     from jaxmem_callbacks.config.presets import load_preset
 
     presets = [Section(name, [Table((), [[load_preset(name).description]], folded=True)]) for name in shipped_names()]
-    put(as_text(Document(presets), width=min(console_width(), _COLUMNS)) + "\n")
+    put_document(Document(presets), width=min(console_width(), _COLUMNS))
     put(f"\nThey compose, later keys win: `{advise('command.typed', typed='presets donate full_remat')}` shows how,\n")
     put(f"and {advise('preset.load', names=_BOTH)} loads it.\n")
 

@@ -30,7 +30,7 @@ from jaxmem_callbacks.programs.steps.registry import first_calls_seen_by
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import ArrayCensus
 from jaxmem_callbacks.records.errors import ScriptError, did_you_mean
-from jaxmem_callbacks.records.terminal import flush, put
+from jaxmem_callbacks.records.terminal import flush, is_quiet, put
 
 if TYPE_CHECKING:
     from jaxmem_callbacks.cli.live_arrays import Copy
@@ -247,7 +247,7 @@ def at_step(  # noqa: PLR0913 - what was typed, and what is done with it
 
 def show_start(script: str) -> None:
     """Show on a terminal what is done first, which may take minutes. To be called before JAX is imported."""
-    if sys.stderr.isatty():
+    if sys.stderr.isatty() and not is_quiet():
         put(f"jaxmem: running {script} up to the first call of its step\n", sys.stderr)
         sys.stderr.flush()
 

@@ -8,7 +8,7 @@ from jaxmem_callbacks.api.simulation import device_bytes_of, simulate_ways, size
 from jaxmem_callbacks.cli.exit_codes import NONE_SURVIVES, OK
 from jaxmem_callbacks.cli.typed import named, place, whole
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.documents import Document, Table, as_text
+from jaxmem_callbacks.records.documents import Document, Table, as_text, put_document
 from jaxmem_callbacks.records.errors import SimulationError
 from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.simulator.cases import CASES
@@ -40,7 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--before-0.11", dest="old", action="store_true", help="the pool as in jaxlib 0.10")
     parser.add_argument("--figure", metavar="FILE", type=place, help="draw the largest block over the steps")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
-    parser.epilog = "Exit code: 0 where a way survives, 1 where none does, 2 for what cannot be simulated."
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.list:
         rows = [(name, (make.__doc__ or "").split("\n")[0]) for name, make in CASES.items()]
-        put(as_text(Document([Table((), rows)])) + "\n")
+        put_document(Document([Table((), rows)]))
         return OK
     if args.trace is None:
         listed = advise("command.typed", typed="simulate --list")

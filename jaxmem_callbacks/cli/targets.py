@@ -42,7 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fetch the compilers of tpu, of gpu, or of both, into a folder that JAX itself never loads",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.epilog = "Exit code: 0; 1 where pip could not install; 2 for wrong arguments."
 
 
 def run(args: argparse.Namespace) -> int:

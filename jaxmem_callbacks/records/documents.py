@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from jaxmem_callbacks.records.terminal import console_width, shown
+from jaxmem_callbacks.records.terminal import console_width, put, shown
 
 Side = Literal["left", "right"]
 
@@ -139,6 +139,37 @@ def as_text(document: Document, *, width: int | None = None) -> str:
     return "\n".join(_text_lines(document.blocks, width or console_width()))
 
 
+def put_document(document: Document, *, width: int | None = None) -> None:
+    """Write a document to stdout as `as_text` renders it, in colours where stdout shows them.
+
+    Raises:
+        OutputError, BrokenPipeError: as `put`.
+    """
+    lines = _text_lines(document.blocks, width or console_width())
+    flat = [(part, line) for line in lines for part in line.split("\n")]
+    styles = [line.style if isinstance(line, _Styled) else "" for _, line in flat]
+    put("".join(f"{part}\n" for part, _ in flat), styles=styles)
+
+
+class _Styled(str):
+    """A line of a console with the numbers of its style."""
+
+    __slots__ = ("style",)
+    style: str
+
+    def __new__(cls, text: str, style: str) -> Self:
+        line = super().__new__(cls, text)
+        line.style = style
+        return line
+
+
+_BOLD, _CYAN, _YELLOW = "1", "36", "33"
+
+
+def _indented(line: str, indent: str) -> str:
+    return _Styled(indent + line, line.style) if isinstance(line, _Styled) else indent + line
+
+
 def _text_lines(blocks: Iterable[Block], width: int, indent: str = "") -> list[str]:
     lines: list[str] = []
     before: Block | None = None
@@ -147,7 +178,7 @@ def _text_lines(blocks: Iterable[Block], width: int, indent: str = "") -> list[s
         here = _block_text(block, width - len(indent))
         if lines and here and not (is_prose and isinstance(before, _PROSE)):
             lines.append("")
-        lines += [f"{indent}{line}" for line in here] if is_prose else here
+        lines += [_indented(line, indent) for line in here] if is_prose else here
         before = block if here else before
     return lines
 
@@ -161,11 +192,12 @@ def _block_text(block: Block, width: int) -> list[str]:
         case Table():
             return aligned(block, width)
         case Bullets():
-            return [f"{block.mark} {item}" for item in block.items]
+            items = [f"{block.mark} {item}" for item in block.items]
+            return [_Styled(item, _YELLOW) for item in items] if block.mark == "!" else items
         case Code():
-            return [f"    {line}" for line in block.lines]
+            return [_Styled(f"    {line}", _CYAN) for line in block.lines]
         case Section():
-            return [block.title, *_text_lines(block.blocks, width, "  ")]
+            return [_Styled(block.title, _BOLD), *_text_lines(block.blocks, width, "  ")]
 
 
 def aligned(table: Table, width: int = 0) -> list[str]:

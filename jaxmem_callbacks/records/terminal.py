@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 import re
 import shutil
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
+from contextvars import ContextVar
 from typing import Any, TextIO, cast
 
 from jaxmem_callbacks.records.errors import printable
@@ -55,23 +58,62 @@ def _printable_in(value: Any) -> Any:
     return value
 
 
-def put(text: str, stream: TextIO | None = None, *, as_json: bool = False) -> None:
+_quiet: ContextVar[bool] = ContextVar("jaxmem_quiet", default=False)
+
+
+@contextlib.contextmanager
+def quietly(on: bool) -> Generator[None]:  # noqa: FBT001 - what was typed
+    """Within it nothing is put on stdout but JSON, and nothing says how far the work is."""
+    before = _quiet.set(on)
+    try:
+        yield
+    finally:
+        _quiet.reset(before)
+
+
+def is_quiet() -> bool:
+    """Whether only errors and JSON are wanted."""
+    return _quiet.get()
+
+
+def has_colour(stream: Any) -> bool:
+    """Whether a stream shows colours: ``NO_COLOR`` forbids them, ``FORCE_COLOR`` wants them, else a terminal does."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or (os.environ.get("TERM") != "dumb" and _is_terminal(stream))
+
+
+def put(text: str, stream: TextIO | None = None, *, as_json: bool = False, styles: Sequence[str] = ()) -> None:
     """Write a text to a terminal's stream, whatever its encoding holds.
 
     Args:
         text: Lines with their ends.
         stream: None for stdout.
         as_json: The text is one JSON value, which stays one.
+        styles: For each line the numbers of its style (``1`` is bold), or an empty text; used where the stream shows colours.
 
     Raises:
         OutputError: the stream does not take it, such as a file on a full disk; never of stderr.
         BrokenPipeError: its reader went away.
     """
+    if stream is None and is_quiet() and not as_json:
+        return
     where = sys.stdout if stream is None else stream
     encoding = getattr(where, "encoding", None) or "utf-8"
     clean = _json_shown(text) if as_json else shown(text)
+    if styles and has_colour(where):
+        clean = _coloured(clean, styles)
     with _written(where):
         where.write(clean.encode(encoding, "backslashreplace").decode(encoding))
+
+
+def _coloured(text: str, styles: Sequence[str]) -> str:
+    """The text with its styles; as it is where cleaning took lines of it, such as those of a private key."""
+    lines = text.removesuffix("\n").split("\n")
+    if len(lines) != len(styles):
+        return text
+    coloured = [f"\x1b[{style}m{line}\x1b[0m" if style else line for line, style in zip(lines, styles, strict=True)]
+    return "\n".join(coloured) + ("\n" if text.endswith("\n") else "")
 
 
 def flush() -> None:
@@ -103,7 +145,69 @@ def _json_shown(text: str) -> str:
     return printable(text.replace("\x7f", "\\u007f"))
 
 
+LOGGER = "jaxmem_callbacks"
+
+
+def log_line(level: int, message: str, **extra: object) -> None:
+    """One line of the logger ``jaxmem_callbacks``, on stderr only where no handler shows it.
+
+    A level that the user set of this logger is obeyed: what is below it is shown nowhere.
+
+    Args:
+        level: As in `logging`.
+        message: One line.
+        **extra: Attributes of the log's record.
+    """
+    logger, line = logging.getLogger(LOGGER), shown(" ".join(message.split()))
+    if _is_shown(logger, level):
+        logger.log(level, "%s", line, extra=extra)
+    elif not logger.disabled and level >= logger.level:
+        print_line(line)
+
+
+def _is_shown(logger: logging.Logger, level: int) -> bool:
+    """Whether a handler takes a record of a level."""
+    if not logger.isEnabledFor(level):
+        return False
+    here: logging.Logger | None = logger
+    while here is not None:
+        if any(level >= each.level and not isinstance(each, logging.NullHandler) for each in here.handlers):
+            return True
+        here = here.parent if here.propagate else None
+    return False
+
+
 def print_line(message: str) -> None:
-    """One line of the library's own on stderr; a closed stderr is no reason to disturb a run."""
-    if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison] - None where it was closed before Python began
+    """One line of the library's own on stderr, which tears no progress bar; a closed stderr is no reason to disturb a run."""
+    if sys.stderr is None:  # pyright: ignore[reportUnnecessaryComparison] - None where it was closed before Python began
+        return
+    with _bars_aside():
         put(f"jaxmem: {' '.join(message.split())}\n", sys.stderr)
+
+
+_ERASE = "\r\x1b[K"
+
+
+@contextlib.contextmanager
+def _bars_aside() -> Generator[None]:
+    """Around a line: tqdm takes its bars away meanwhile, and of Keras' the line is erased, which its next batch draws again.
+
+    rich stands in the place of stderr while it draws, and sees to it itself.
+    """
+    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if tqdm is not None:
+        with tqdm.external_write_mode(file=sys.stderr):
+            yield
+        return
+    stream = sys.stderr
+    if "keras" in sys.modules and _is_terminal(sys.stdout) and _is_terminal(stream):
+        with contextlib.suppress(OSError, ValueError):
+            stream.write(_ERASE)
+    yield
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, OSError, ValueError):  # closed, or no stream
+        return False

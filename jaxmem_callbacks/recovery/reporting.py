@@ -30,7 +30,7 @@ from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.errors import in_a_line, printable
 from jaxmem_callbacks.records.files import PRIVATE_FOLDER, write_file
-from jaxmem_callbacks.records.oom import FailedProgram, Hole, MemoryLimit, OnTheCard, OomCause, OomReport
+from jaxmem_callbacks.records.oom import FailedProgram, Hole, MemoryLimit, OnTheCard, OomCause, OomReport, Remedy
 from jaxmem_callbacks.records.runs import Reading, Unavailable
 from jaxmem_callbacks.records.secrets import scrubbed, without_secrets
 from jaxmem_callbacks.records.terminal import print_line
@@ -304,6 +304,7 @@ def gather(
     buffers = parts.attempt("the holders", _live_buffers, failure, default=None) if started else LiveBuffers()
     no_forecasts = Forecasts(how="Predicting failed, see below.")
     left = _bytes_left(failure.limits)
+    print_line(f"out of memory: {summary.sentence}")  # at once: what follows may take a minute
     forecasts = parts.attempt(
         "the predictions", forecast, program, seconds, left, lacking_bytes=summary.lacking_bytes, default=no_forecasts
     )
@@ -629,11 +630,13 @@ def _reported(
     try:
         folder = new_folder(outdir, process=index, pid=os.getpid(), time_s=time.time())
     except OSError as fault:
-        print_line(f"out of memory: {report.sentence} No report was written: {_words(fault)}")
+        print_line(f"No report was written: {_words(fault)}")
         return None
     written = _write(folder, report, snapshot, parts)
     parts.attempt("removing old reports", remove_oldest, outdir, process=index, keep=settings.keep, default=())
-    print_line(f"out of memory, explained in {folder / written}" if written else _unwritten(folder, report, parts))
+    if report.remedies:
+        print_line(_best_words(report.remedies[0]))
+    print_line(f"out of memory, explained in {folder / written}" if written else _unwritten(folder, parts))
     return folder if written else None
 
 
@@ -680,9 +683,17 @@ def _outdir(settings: ReportSettings, snapshot: MonitorSnapshot | None) -> Path:
     return Path("oom")
 
 
-def _unwritten(folder: Path, report: OomReport, parts: ReportParts) -> str:
+def _unwritten(folder: Path, parts: ReportParts) -> str:
     why = parts.failures[-1] if parts.failures else "for an unknown reason"
-    return f"out of memory: {report.sentence} No report was written to {folder}: {why}"
+    return f"No report was written to {folder}: {why}"
+
+
+def _best_words(best: Remedy) -> str:
+    """The best remedy in a line, with the first of its lines to paste."""
+    saves = "" if best.saves_bytes is None else f", which saves {format_bytes(best.saves_bytes)}"
+    how = "compiled" if best.compiled else "not compiled"
+    line = f": {best.lines[0].strip()}" if best.lines else ""
+    return f"try first ({how}): {best.what.rstrip('.')}{saves}{line}"
 
 
 def _words(fault: BaseException) -> str:

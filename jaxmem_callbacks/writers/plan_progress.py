@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column
 
+from jaxmem_callbacks.records.terminal import is_quiet
+
 
 @contextmanager
 def plan_progress(stream: TextIO) -> Generator[Callable[[str, int, int], None]]:
@@ -75,7 +77,7 @@ def inspect_progress(stream: TextIO) -> Generator[Callable[[str], None]]:
         What to call with what is done now.
     """
     console = Console(file=stream)
-    if not console.is_terminal:
+    if is_quiet() or not console.is_terminal:
         yield lambda _what: None
         return
     with _bar(console, "inspect") as bar:

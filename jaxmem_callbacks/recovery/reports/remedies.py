@@ -32,6 +32,7 @@ from jaxmem_callbacks.records.errors import CompileError, JaxmemError, PlanError
 from jaxmem_callbacks.records.oom import Holder, OomCause, OomFacts, Remedy
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
+from jaxmem_callbacks.records.terminal import print_line
 from jaxmem_callbacks.records.units import MIB, format_bytes, format_extra
 from jaxmem_callbacks.recovery.failure import FailingProgram
 from jaxmem_callbacks.recovery.reports.live_buffers import VARIABLE
@@ -106,6 +107,7 @@ def forecast(
         return Forecasts(
             how=f"Nothing was compiled, because {format_bytes(left_bytes)} are left to this process, too few to trace a step."
         )
+    print_line(f"compiling what may make it fit, for {seconds:.0f} s at most")
     began = time.monotonic()
     try:
         problem = _problem(program, program.step)
