@@ -114,7 +114,7 @@ def test_figures_of_peers_are_those_of_the_files():
     theirs, ours = (found["failure_texts"][name] for name in ("stormlog", "jaxmem_callbacks"))
     failures, others = theirs["failures"], theirs["others"]
     assert f"have {failures['all'] + others['all']} texts" in text
-    assert f"{failures['all']} failures for want of memory and {others['all']} that only look like one" in text
+    assert f"{failures['all']} failures of memory that ran out and {others['all']} that only look like one" in text
     gpu, tpu = (
         f"{failures[f'{place} taken']} of {failures[f'{place} all']} of a {place.upper()}'s" for place in ("gpu", "tpu")
     )
