@@ -27,6 +27,7 @@ import jaxmem_callbacks  # noqa: E402 - the checkout is put on the path first
 
 LINK = re.compile(r"(\]\()([^)#\s]+)")
 FILE_NAME = re.compile(r"\[([\w./]+\.md)\]\(([^)#\s]+\.md)(#[\w-]+)?\)")
+DOCUMENT = re.compile(r"\bdocs/([\w/]+\.md)")
 NAME = re.compile(r"^::: jm\.(\w+)$", re.MULTILINE)
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml"}
 ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "examples/README.md")  # which the navigation names
@@ -73,6 +74,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{titles.get(target, link[1])}]({link[2]}{link[3] or ''})"
 
     return NAME.sub(_docstring, FILE_NAME.sub(titled, LINK.sub(to_site, markdown)))
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Link the pages that docstrings name, as in `docs/events.md`."""
+    del files
+    titles = dict(_titles(config["nav"]))
+
+    def linked(named: re.Match[str]) -> str:
+        title = titles.get(named[1])
+        address = posixpath.relpath(named[1], posixpath.dirname(page.file.src_uri) or ".").removesuffix(".md")
+        return f'<a href="{address}.html">{title}</a>' if title else named[0]
+
+    return DOCUMENT.sub(linked, html) if page.file.src_uri == "api.md" else html
 
 
 def _titles(nav: Any) -> Iterator[tuple[str, str]]:
