@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
+from jaxmem_callbacks.transforms.tracing import open_jaxpr, subjaxprs
 
 CHECKPOINTS = {"checkpoint", "remat", "remat2"}  # the primitive's name on every JAX line
 

@@ -13,9 +13,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks._compat.jaxprs import evaluate_closed, open_jaxpr, subjaxprs
 from jaxmem_callbacks.transforms.accumulation.accumulate import coarsest
 from jaxmem_callbacks.transforms.accumulation.equivalence_check import program_in_float32
+from jaxmem_callbacks.transforms.tracing import evaluate_closed, open_jaxpr, subjaxprs
 from tests.test_accumulation_refusals import FOUR, KEY, W, X, refused
 
 pytestmark = pytest.mark.core

@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks._compat.jaxprs import open_jaxpr
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.costs import equation_flops, is_inexact, jaxpr_flops, nbytes, residual_values
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
 from jaxmem_callbacks.transforms.save_frontier import SaveSet, frontier, merge_frontiers
-from jaxmem_callbacks.transforms.tracing import flatten, variables
+from jaxmem_callbacks.transforms.tracing import flatten, open_jaxpr, variables
 from tests.comparisons import checkpoints, stored_bytes
 
 # The discount that separates values alike may cost this much of the true optimum.

@@ -15,8 +15,8 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
 from jaxmem_callbacks.records.errors import PatternError
+from jaxmem_callbacks.transforms.tracing import open_jaxpr, subjaxprs
 from tests.comparisons import CHECKPOINTS, assert_close, checkpoints
 from tests.linen_models import DEPTH, WIDTH, Block, Net, data, loss_of, started
 

@@ -14,10 +14,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks._compat.jaxprs import subjaxprs
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.costs import jaxpr_flops
-from jaxmem_callbacks.transforms.tracing import is_chunked
+from jaxmem_callbacks.transforms.tracing import is_chunked, subjaxprs
 from tests.comparisons import assert_close
 
 pytestmark = pytest.mark.core

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from jax.extend import core
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks._compat.jaxprs import close, consts_of, derive, open_jaxpr, subjaxprs
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.transforms.own_checkpoints import own_checkpoints, without_checkpoints
-from jaxmem_callbacks.transforms.tracing import flatten, variables
+from jaxmem_callbacks.transforms.tracing import close, consts_of, derive, flatten, open_jaxpr, subjaxprs, variables
 from tests import pasting
 from tests.checkpointed_losses import (
     FORMS,

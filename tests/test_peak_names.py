@@ -13,12 +13,12 @@ import pytest
 from jax.extend import source_info_util
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks._compat.jaxprs import subjaxprs
 from jaxmem_callbacks.programs.reading.buffers import compiled_with_peak
 from jaxmem_callbacks.programs.reading.hlo import parse_module
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.records.peaks import GRADIENTS, SAVED, Buffer
 from jaxmem_callbacks.records.policies import OFFLOAD_CUTS, OFFLOAD_KEPT
+from jaxmem_callbacks.transforms.tracing import subjaxprs
 from tests.target_step import needs_compiler, shape
 
 WIDTH, LAYERS, TOKENS = 256, 2, 512

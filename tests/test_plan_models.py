@@ -24,8 +24,8 @@ from benchmarks.plan_bench import (
 from benchmarks.plan_models import FAMILIES, PlanCase
 from benchmarks.plan_models.case import policy
 from benchmarks.sources import is_cut_otherwise, planned_segments, row_hashes
-from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
 from jaxmem_callbacks.transforms.costs import jaxpr_flops
+from jaxmem_callbacks.transforms.tracing import open_jaxpr, subjaxprs
 from tests import searched_steps
 from tests.comparisons import CHECKPOINTS
 

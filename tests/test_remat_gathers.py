@@ -12,8 +12,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
 from jaxmem_callbacks.programs.reading.hlo import collectives_of, parse_module
+from jaxmem_callbacks.transforms.tracing import open_jaxpr, subjaxprs
 from tests.comparisons import assert_close
 
 LAYERS, WIDTH, ROWS = 6, 64, 1024

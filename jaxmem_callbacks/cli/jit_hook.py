@@ -18,7 +18,6 @@ import jax
 from jax.core import Tracer
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
 from jaxmem_callbacks.cli.frames import call_of_user, caller_of, is_asked_for_shapes, is_of_user, variable_of_user
 from jaxmem_callbacks.cli.grad_patches import GradPatches, JitScope
 from jaxmem_callbacks.cli.source import is_unedited, source_of
@@ -34,6 +33,7 @@ from jaxmem_callbacks.records.errors import ScriptError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.source_files import Owner
 from jaxmem_callbacks.transforms.policy import Gradients, active_policy
+from jaxmem_callbacks.transforms.tracing import open_jaxpr, subjaxprs
 
 # A function whose trace fails is traced again at its next call, so many times.
 _TRIES = 3

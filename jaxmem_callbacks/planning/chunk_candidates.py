@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, final
 
-from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
 from jaxmem_callbacks.planning.choice import bytes_or_inf, rank
 from jaxmem_callbacks.planning.compiles import CompileQueue, Compiler
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import HEAD, StepPolicy
 from jaxmem_callbacks.transforms.costs import nbytes
+from jaxmem_callbacks.transforms.tracing import open_jaxpr, subjaxprs
 
 #: Compiles of chunks in one plan.
 MOST_CHUNKS = 6

@@ -23,7 +23,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem_callbacks._compat.jaxprs import open_jaxpr, scan_arity, source_lines, subjaxprs
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
 from jaxmem_callbacks.programs.reading.hlo import dimensions
 from jaxmem_callbacks.programs.steps.leaves import AbstractCall, Leaf
@@ -37,7 +36,15 @@ from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.arg_roles import BATCH
 from jaxmem_callbacks.transforms.costs import nbytes
 from jaxmem_callbacks.transforms.own_checkpoints import own_lines, short_place
-from jaxmem_callbacks.transforms.tracing import Equations, inlined, is_variable
+from jaxmem_callbacks.transforms.tracing import (
+    Equations,
+    inlined,
+    is_variable,
+    open_jaxpr,
+    scan_arity,
+    source_lines,
+    subjaxprs,
+)
 
 _BACKWARD = "transpose("
 _SUMS = {"add", "add_any"}

@@ -17,8 +17,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxmem_callbacks._compat.jaxprs import open_jaxpr, scan_arity, subjaxprs
-from jaxmem_callbacks.transforms.tracing import is_variable
+from jaxmem_callbacks.transforms.tracing import is_variable, open_jaxpr, scan_arity, subjaxprs
 
 PARAMETERS, OPTIMIZER, BATCH, STATE, OTHER = "parameters", "optimizer state", "batch", "state", "other"
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem_callbacks._compat.jaxprs import subjaxprs
 from jaxmem_callbacks.transforms.costs import has_product
 from jaxmem_callbacks.transforms.loss_profile import LiveBytesProfile, LossProfile, alive, small_part
+from jaxmem_callbacks.transforms.tracing import subjaxprs
 
 # First and last position of a block, the last excluded.
 Span = tuple[int, int]

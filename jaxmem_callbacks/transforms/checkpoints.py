@@ -13,16 +13,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from jaxmem_callbacks._compat.jaxprs import (
-    checkpoint_equation,
-    checkpoint_template,
-    close,
-    derive,
-    first_checkpoints,
-    open_jaxpr,
-    scan_arity,
-    subjaxprs,
-)
+from jaxmem_callbacks._compat.remat3 import first_checkpoints
 from jaxmem_callbacks.records.errors import PolicyError, did_you_mean
 from jaxmem_callbacks.records.policies import (
     KEPT,
@@ -41,12 +32,19 @@ from jaxmem_callbacks.transforms.tracing import (
     CHECKPOINTS,
     Equations,
     Sharing,
+    checkpoint_equation,
+    checkpoint_template,
+    close,
+    derive,
     flatten,
     has_own_checkpoint,
     is_movable,
     is_variable,
     new_variable,
+    open_jaxpr,
     operands_of,
+    scan_arity,
+    subjaxprs,
     unused_dropped,
     variables,
 )

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from jaxmem_callbacks._compat.jaxprs import close, derive, evaluate, first_checkpoints
+from jaxmem_callbacks._compat.remat3 import first_checkpoints
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import HEAD, StepPolicy
 from jaxmem_callbacks.transforms.costs import PRODUCTS, has_product, nbytes
@@ -27,6 +27,9 @@ from jaxmem_callbacks.transforms.maps.proof import Mapped, passing, prove
 from jaxmem_callbacks.transforms.own_checkpoints import own_lines
 from jaxmem_callbacks.transforms.tracing import (
     Equations,
+    close,
+    derive,
+    evaluate,
     flatten,
     is_chunked,
     is_variable,

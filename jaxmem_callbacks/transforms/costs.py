@@ -17,8 +17,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jaxmem_callbacks._compat.jaxprs import scan_arity, subjaxprs
-from jaxmem_callbacks.transforms.tracing import flatten, is_variable, variables
+from jaxmem_callbacks.transforms.tracing import flatten, is_variable, scan_arity, subjaxprs, variables
 
 _MOVES = (
     " broadcast broadcast_in_dim concatenate convert_element_type copy copy_p device_put dynamic_slice "

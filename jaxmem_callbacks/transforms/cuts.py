@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem_callbacks._compat.jaxprs import scan_arity, subjaxprs
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy
 from jaxmem_callbacks.transforms.blocks import repeated_blocks
@@ -34,7 +33,16 @@ from jaxmem_callbacks.transforms.costs import (
 )
 from jaxmem_callbacks.transforms.loss_profile import CheapValues, LiveBytesProfile, LossProfile, alive, held_by_body
 from jaxmem_callbacks.transforms.save_frontier import FrontierCache, MergedFrontier, SaveSet, frontier, merge_frontiers
-from jaxmem_callbacks.transforms.tracing import Equations, flatten, is_movable, operands_of, refuse_effects, variables
+from jaxmem_callbacks.transforms.tracing import (
+    Equations,
+    flatten,
+    is_movable,
+    operands_of,
+    refuse_effects,
+    scan_arity,
+    subjaxprs,
+    variables,
+)
 
 # Computing again up to this share of a loss's operations goes unnoticed: a step does about three times as many.
 _UNNOTICED = 0.003

@@ -10,14 +10,6 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxmem_callbacks._compat.jaxprs import (
-    checkpoint_equation,
-    checkpoint_template,
-    close,
-    derive,
-    open_jaxpr,
-    scan_arity,
-)
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.costs import is_inexact
@@ -28,9 +20,15 @@ from jaxmem_callbacks.transforms.sharding.infer import infer_shardings
 from jaxmem_callbacks.transforms.tracing import (
     CHECKPOINTS,
     Equations,
+    checkpoint_equation,
+    checkpoint_template,
+    close,
+    derive,
     flatten,
     is_variable,
     new_variable,
+    open_jaxpr,
+    scan_arity,
     unused_dropped,
     variables,
 )

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxmem_callbacks._compat.jaxprs import subjaxprs
 from jaxmem_callbacks.transforms.costs import (
     CHEAP,
     PRODUCTS,
@@ -31,6 +30,7 @@ from jaxmem_callbacks.transforms.tracing import (
     is_chunked,
     reports_inside,
     side_effects,
+    subjaxprs,
     variables,
 )
 

@@ -14,10 +14,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmem_callbacks._compat.jaxprs import open_jaxpr, source_lines, subjaxprs, with_equations, with_subjaxprs
 from jaxmem_callbacks.records.policies import KEPT, ON_HOST, OwnCheckpoint
 from jaxmem_callbacks.records.source_files import short_path
-from jaxmem_callbacks.transforms.tracing import has_own_checkpoint, inlined, is_checkpoint, is_variable
+from jaxmem_callbacks.transforms.tracing import (
+    has_own_checkpoint,
+    inlined,
+    is_checkpoint,
+    is_variable,
+    open_jaxpr,
+    source_lines,
+    subjaxprs,
+    with_equations,
+    with_subjaxprs,
+)
 
 # `jax.checkpoint`, `nn.remat`, `maybe_remat`, but not what names values, or chooses which are kept.
 _MAKERS = re.compile(r"(?!checkpoint_(name|polic))\w*(checkpoint|remat)\w*")

@@ -13,7 +13,6 @@ from typing import Any, Literal, NoReturn, cast
 
 import jax
 
-from jaxmem_callbacks._compat.jaxprs import derive, evaluate, evaluate_closed, with_first_checkpoints
 from jaxmem_callbacks.records.arguments import name_of, require_function
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.policies import GATHERED, OwnCheckpoint, StepPolicy, own_checkpoints_words
@@ -45,6 +44,9 @@ from jaxmem_callbacks.transforms.tracing import (
     Equations,
     TracedResult,
     checkpointed_functions,
+    derive,
+    evaluate,
+    evaluate_closed,
     flatten,
     has_own_checkpoint,
     refuse_effects,
@@ -53,6 +55,7 @@ from jaxmem_callbacks.transforms.tracing import (
     split_arrays,
     variables,
     where,
+    with_first_checkpoints,
 )
 
 _ONE_LEVEL = "Inside a shard_map there is one level of checkpoints: levels=2 acts on the rest of the loss."

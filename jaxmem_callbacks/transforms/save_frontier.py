@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from jaxmem_callbacks._compat.jaxprs import close, consts_of, derive, name_equation, name_template, scan_arity
 from jaxmem_callbacks.transforms.costs import (
     collective_work,
     equation_flops,
@@ -20,7 +19,19 @@ from jaxmem_callbacks.transforms.costs import (
     needs_own_result,
     residual_values,
 )
-from jaxmem_callbacks.transforms.tracing import flatten, is_variable, new_variable, side_effects, variables
+from jaxmem_callbacks.transforms.tracing import (
+    close,
+    consts_of,
+    derive,
+    flatten,
+    is_variable,
+    name_equation,
+    name_template,
+    new_variable,
+    scan_arity,
+    side_effects,
+    variables,
+)
 
 # Where in an equation's parameters the bodies are that are opened.
 _BODIES = {"scan": "jaxpr", "cond": "branches"}

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jaxmem_callbacks._compat.jaxprs import argument_names, open_jaxpr
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.source_files import Owner, owner_of
 from jaxmem_callbacks.transforms.arg_roles import (
@@ -35,7 +34,7 @@ from jaxmem_callbacks.transforms.arg_roles import (
     kind_of_node,
 )
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.tracing import traced_dtype
+from jaxmem_callbacks.transforms.tracing import argument_names, open_jaxpr, traced_dtype
 
 _STEP = re.compile(r"\[[^\]]*\]|\.\w+")
 

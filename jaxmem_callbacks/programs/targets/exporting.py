@@ -17,8 +17,8 @@ from jax.extend import core, source_info_util
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jaxmem_callbacks._compat.jaxprs import open_jaxpr, subjaxprs
 from jaxmem_callbacks.records.errors import CompileError
+from jaxmem_callbacks.transforms.tracing import open_jaxpr, subjaxprs
 
 _EFFECTS = {"DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect"}
 # A kernel's own prints are compiled into it.

@@ -14,12 +14,19 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.tree_util import register_dataclass
 
-from jaxmem_callbacks._compat.jaxprs import evaluate_closed, open_jaxpr, subjaxprs
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import refuse
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.transforms.accumulation.batch import KeyOf, SplitCall, folded
-from jaxmem_callbacks.transforms.tracing import TracedResult, is_weak, split_arrays, typed
+from jaxmem_callbacks.transforms.tracing import (
+    TracedResult,
+    evaluate_closed,
+    is_weak,
+    open_jaxpr,
+    split_arrays,
+    subjaxprs,
+    typed,
+)
 
 _NUMBERS = (jax.Array, np.ndarray, np.generic, complex, float, int)
 

@@ -20,13 +20,12 @@ from jax.extend.random import define_prng_impl
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmem_callbacks._compat.jaxprs import subjaxprs
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import name_of
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.arg_roles import BATCH, OTHER, kind_of_argument
 from jaxmem_callbacks.transforms.frameworks import framework_of
-from jaxmem_callbacks.transforms.tracing import is_key, is_variable, split_arrays
+from jaxmem_callbacks.transforms.tracing import is_key, is_variable, split_arrays, subjaxprs
 
 ROWS, KEY, WHOLE = "rows", "key", "whole"
 _KEY_WORDS = ("key", "keys", "rng", "rngs", "prng")

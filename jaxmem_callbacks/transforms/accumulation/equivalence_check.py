@@ -18,7 +18,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 from jax.extend import core
 
-from jaxmem_callbacks._compat.jaxprs import consts_of, derive, evaluate, open_jaxpr, scan_arity, with_first_checkpoints
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.accumulation.accumulate import (
@@ -38,15 +37,21 @@ from jaxmem_callbacks.transforms.tracing import (
     CHECKPOINTS,
     Equations,
     TracedResult,
+    consts_of,
+    derive,
+    evaluate,
     flatten,
     inlined,
     is_jit,
     is_variable,
     needed_equations,
     new_variable,
+    open_jaxpr,
+    scan_arity,
     side_effects,
     split_arrays,
     variables,
+    with_first_checkpoints,
 )
 
 _STAND_IN = 3  # what a scalar argument is taken to be: a weight that adds up does so for any

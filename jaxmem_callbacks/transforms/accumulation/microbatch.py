@@ -12,7 +12,6 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from jaxmem_callbacks._compat.jaxprs import derive, evaluate
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import StepPolicy
@@ -31,7 +30,7 @@ from jaxmem_callbacks.transforms.accumulation.equivalence_check import (
     rounding,
 )
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
-from jaxmem_callbacks.transforms.tracing import TracedResult, flatten, split_arrays
+from jaxmem_callbacks.transforms.tracing import TracedResult, derive, evaluate, flatten, split_arrays
 
 
 def refuse_second_accumulation(policy: StepPolicy, *trees: Any) -> None:

@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmem_callbacks._compat.jaxprs import evaluate_equation, scan_arity
 from jaxmem_callbacks.transforms.maps.places import SUM, Place, Result, Where, shape_of
 from jaxmem_callbacks.transforms.maps.proof import Body, Mapped, moving_operands
-from jaxmem_callbacks.transforms.tracing import is_variable, typed
+from jaxmem_callbacks.transforms.tracing import evaluate_equation, is_variable, scan_arity, typed
 
 
 @dataclass(frozen=True, slots=True)

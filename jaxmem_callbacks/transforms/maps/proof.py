@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmem_callbacks._compat.jaxprs import evaluate_equation, scan_arity
 from jaxmem_callbacks.transforms.costs import is_inexact
 from jaxmem_callbacks.transforms.maps.places import (
     SUM,
@@ -29,7 +28,7 @@ from jaxmem_callbacks.transforms.maps.places import (
     place_of,
     refusal,
 )
-from jaxmem_callbacks.transforms.tracing import Equations, flatten, is_variable
+from jaxmem_callbacks.transforms.tracing import Equations, evaluate_equation, flatten, is_variable, scan_arity
 
 
 @dataclass(frozen=True, slots=True)
