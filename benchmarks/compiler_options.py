@@ -24,8 +24,8 @@ from jaxmem_callbacks.planning.overlap import waiting_seconds
 from jaxmem_callbacks.planning.step_time import speed_of
 from jaxmem_callbacks.programs.targets.step_on_target import lower_traced_for
 from jaxmem_callbacks.programs.targets.target import resolve_target
-from jaxmem_callbacks.records.compiler_options import jax_line, platform_word
 from jaxmem_callbacks.records.errors import CompileError, TargetError
+from jaxmem_callbacks.records.policies import jax_line, platform_word
 
 Row = dict[str, Any]
 Options = Mapping[str, Any]

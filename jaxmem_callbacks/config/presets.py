@@ -26,9 +26,8 @@ from jaxmem_callbacks.config.documents import (
     shipped_names,
 )
 from jaxmem_callbacks.config.schema import SECTIONS, check, full_key, short_key
-from jaxmem_callbacks.records.compiler_options import CompilerOptions
 from jaxmem_callbacks.records.errors import EnvironmentSettingError, PolicyError, PresetError
-from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.policies import CompilerOptions, StepPolicy
 from jaxmem_callbacks.records.presets import EnvironmentSettings, MonitorSettings, Preset, RecoverySettings
 
 DEFAULT = "monitor_only"

@@ -28,17 +28,18 @@ from pydantic import (
 )
 
 from jaxmem_callbacks.config.documents import SCHEMA_NAME, KeyPath, Place, Problem, describe, shipped_folder, shorten
-from jaxmem_callbacks.records.compiler_options import PLATFORMS, compiler_options_from
 from jaxmem_callbacks.records.errors import did_you_mean
 from jaxmem_callbacks.records.files import write_file
 from jaxmem_callbacks.records.policies import (
     MAXTEXT_REMAT,
+    PLATFORMS,
     REMAT_SYNONYMS,
     SHARDING_SYNONYMS,
     StepPolicy,
     canonical_chunks,
     canonical_remat,
     canonical_sharding,
+    compiler_options_from,
 )
 from jaxmem_callbacks.records.presets import (
     LEAST_GROWTH_STEPS,

@@ -9,8 +9,8 @@ from dataclasses import replace
 from jaxmem_callbacks.environment.process import FRACTION
 from jaxmem_callbacks.planning.compiles import CompileResults, Entry
 from jaxmem_callbacks.planning.problem import Problem
-from jaxmem_callbacks.records.compiler_options import platform_word
 from jaxmem_callbacks.records.plans import Candidate
+from jaxmem_callbacks.records.policies import platform_word
 from jaxmem_callbacks.records.units import format_bytes
 
 SLOP = "xla_gpu_memory_limit_slop_factor"

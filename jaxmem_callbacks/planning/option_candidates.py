@@ -16,8 +16,7 @@ from jaxmem_callbacks.planning.compiles import CompileQueue, Entry
 from jaxmem_callbacks.planning.problem import ParsedRequest, Problem, own_jit
 from jaxmem_callbacks.planning.request import Space
 from jaxmem_callbacks.programs.steps.program import flags_now
-from jaxmem_callbacks.records.compiler_options import CompilerOptions, OptionValue, jax_line, platform_word
-from jaxmem_callbacks.records.policies import StepPolicy
+from jaxmem_callbacks.records.policies import CompilerOptions, OptionValue, StepPolicy, jax_line, platform_word
 
 Row: TypeAlias = Mapping[str, OptionValue]
 _Try: TypeAlias = tuple[Entry, StepPolicy]

@@ -27,7 +27,6 @@ from jaxmem_callbacks.programs.targets.exporting import refusing_cudnn
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import name_of
-from jaxmem_callbacks.records.compiler_options import CompilerOptions
 from jaxmem_callbacks.records.errors import (
     JaxmemError,
     LossRefusedError,
@@ -37,7 +36,7 @@ from jaxmem_callbacks.records.errors import (
     in_a_line,
 )
 from jaxmem_callbacks.records.plans import BesideProgram
-from jaxmem_callbacks.records.policies import ShardingRules, StepPolicy, gradient_words
+from jaxmem_callbacks.records.policies import CompilerOptions, ShardingRules, StepPolicy, gradient_words
 from jaxmem_callbacks.records.source_files import Owner, owner_of
 from jaxmem_callbacks.records.units import is_whole, parse_bytes
 from jaxmem_callbacks.transforms.arg_roles import BATCH, OTHER, is_raw_key, kind_of_argument

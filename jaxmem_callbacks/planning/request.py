@@ -12,9 +12,14 @@ from typing import Any, Literal, cast
 
 from jaxmem_callbacks.environment.process import DEFAULT_FRACTION, as_fraction, fraction_given
 from jaxmem_callbacks.programs.targets.target import Target
-from jaxmem_callbacks.records.compiler_options import OptionValue, require_option
 from jaxmem_callbacks.records.errors import PlanError, PolicyError, did_you_mean
-from jaxmem_callbacks.records.policies import SHARDING_SYNONYMS, ShardingRules, canonical_sharding
+from jaxmem_callbacks.records.policies import (
+    SHARDING_SYNONYMS,
+    OptionValue,
+    ShardingRules,
+    canonical_sharding,
+    require_option,
+)
 from jaxmem_callbacks.records.units import MIB, format_bytes, is_whole, parse_bytes
 
 # A device has less; a number above it that has no unit is of no such unit.

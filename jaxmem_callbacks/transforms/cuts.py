@@ -21,17 +21,23 @@ import numpy as np
 
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy
-from jaxmem_callbacks.transforms.blocks import repeated_blocks
 from jaxmem_callbacks.transforms.costs import (
     equation_flops,
     is_inexact,
     nbytes,
     residual_values,
-    scan_carry_bytes,
-    scan_step_bytes,
     view_roots,
 )
-from jaxmem_callbacks.transforms.loss_profile import CheapValues, LiveBytesProfile, LossProfile, alive, held_by_body
+from jaxmem_callbacks.transforms.loss_profile import (
+    CheapValues,
+    LiveBytesProfile,
+    LossProfile,
+    alive,
+    held_and_stored,
+    held_together,
+    repeated_blocks,
+    stored_between,
+)
 from jaxmem_callbacks.transforms.save_frontier import FrontierCache, MergedFrontier, SaveSet, frontier, merge_frontiers
 from jaxmem_callbacks.transforms.tracing import (
     Equations,
@@ -743,28 +749,8 @@ def steps_together(
     # Of equals the one that takes least by itself: the rest of the function may be less than it is estimated to be.
     return min(
         (chosen for chosen, found in zip(tried, peaks, strict=True) if found <= least),
-        key=lambda chosen: sum(_total(loops[key], steps) for key, steps in chosen.items()),
+        key=lambda chosen: sum(held_and_stored(loops[key], steps) for key, steps in chosen.items()),
     )
-
-
-def held_together(eqn: Any, steps: int) -> int:
-    """Bytes that are held while so many steps of a loop are differentiated under one checkpoint."""
-    if steps == 1:
-        return held_by_body(eqn)
-    # No fusion reaches from a loop into the next: the inner one stacks all that JAX keeps. And in parts, compilers copy what
-    # the loop is given a slice of in each step: stacked weights, or a sequence's inputs.
-    return steps * scan_step_bytes(eqn) + sum(map(nbytes, eqn.invars[sum(scan_arity(eqn)) :]))
-
-
-def stored_between(eqn: Any, steps: int) -> int:
-    """Bytes of the carries that a loop stores with so many steps under one checkpoint."""
-    length = int(eqn.params["length"])
-    return scan_carry_bytes(eqn) // max(length, 1) * -(-length // steps)
-
-
-def _total(eqn: Any, steps: int) -> int:
-    held = scan_step_bytes(eqn) if steps == 1 else held_together(eqn, steps)
-    return held + stored_between(eqn, steps)
 
 
 def sizes(length: int) -> list[int]:
@@ -783,12 +769,12 @@ def _sizes(eqn: Any) -> list[int]:
     """What is worth trying: where steps are left over, compilers copy stacks once more, and so divisors do if they do as well."""
     length, every = int(eqn.params["length"]), sizes(int(eqn.params["length"]))
     divisors = [part for part in every if length % part == 0]
-    least = min((_total(eqn, part) for part in divisors), default=0)
-    return every if any(_total(eqn, part) < _WORTH * least for part in every) else divisors
+    least = min((held_and_stored(eqn, part) for part in divisors), default=0)
+    return every if any(held_and_stored(eqn, part) < _WORTH * least for part in every) else divisors
 
 
 def _is_worth_it(eqn: Any) -> bool:
-    totals = [_total(eqn, part) for part in _sizes(eqn)]
+    totals = [held_and_stored(eqn, part) for part in _sizes(eqn)]
     return bool(totals) and min(totals) < _WORTH * totals[0]
 
 

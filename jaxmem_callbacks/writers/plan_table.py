@@ -6,10 +6,9 @@ import dataclasses
 import json
 from collections.abc import Collection
 
-from jaxmem_callbacks.records.compiler_options import CompilerOptions
 from jaxmem_callbacks.records.documents import Document, Side, Table
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
-from jaxmem_callbacks.records.policies import mesh_words, policy_words
+from jaxmem_callbacks.records.policies import CompilerOptions, mesh_words, policy_words
 from jaxmem_callbacks.records.units import format_bytes, format_extra
 
 _HEAD = ("", "policy", "needs", "temporaries", "of budget", "extra FLOPs", "modelled", "compiler's remat")

@@ -23,8 +23,8 @@ from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.donation import UNWRITTEN, LeafUse, Written, leaf_uses, lost_donations
 from jaxmem_callbacks.programs.steps.leaves import Leaf, state_arguments
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.compiler_options import CompilerOptions
 from jaxmem_callbacks.records.peaks import UNPLACED, Peak, StepSchedule, with_total
+from jaxmem_callbacks.records.policies import CompilerOptions
 from jaxmem_callbacks.records.programs import Compilation, Conditions, ProgramMemory
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.arg_roles import OTHER, STATE

@@ -24,8 +24,8 @@ from jaxmem_callbacks.programs.steps.leaves import (
 )
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import name_of
-from jaxmem_callbacks.records.compiler_options import CompilerOptions
 from jaxmem_callbacks.records.errors import PolicyError
+from jaxmem_callbacks.records.policies import CompilerOptions
 from jaxmem_callbacks.records.source_files import Owner, owner_of
 from jaxmem_callbacks.transforms.frameworks import framework_of, is_equinox_module
 
