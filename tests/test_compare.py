@@ -6,8 +6,10 @@ import dataclasses
 import json
 import re
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -291,3 +293,62 @@ def test_the_gate_is_what_it_says(before, after, percent):
 def test_errors_of_files_are_the_librarys_own():
     assert issubclass(RunFileError, ValueError)
     assert issubclass(ComparisonError, ValueError)
+
+
+# Markdown, a page, and the documents' workflow
+
+
+def test_markdown_has_the_verdict_first_and_a_table(saved, capsys):
+    code, out, _ = compared(capsys, saved / "make.json", saved / "plain.json", "--max-regress", "0%", "--markdown")
+    assert code == 1
+    heading, _, judgement, *rest = out.splitlines()
+    assert heading == "### Device memory"
+    assert judgement.startswith("Grew more than 0%: one step by ")
+    assert "|  | before | after | change | share |  |" in rest
+    assert sum(line.startswith("| one step |") and line.endswith("| too much |") for line in rest) == 1
+
+
+def test_a_page_is_written_beside_what_is_printed(saved, capsys, tmp_path):
+    page = tmp_path / "compared.html"
+    code, out, _ = compared(capsys, saved / "make.json", saved / "plain.json", "--html", page)
+    assert code == 0
+    assert "one step" in out
+    text = page.read_text()
+    assert "<td>one step</td>" in text
+    assert "<script" not in text
+    assert "default-src 'none'" in text
+
+
+def test_a_page_that_cannot_be_written_is_refused(saved, capsys, tmp_path):
+    code, _, err = compared(capsys, saved / "make.json", saved / "plain.json", "--html", tmp_path / "none" / "a.html")
+    assert code == 2
+    assert "cannot be written" in err
+
+
+def test_only_one_form_is_printed(saved, capsys):
+    with pytest.raises(SystemExit) as left:
+        compared(capsys, saved / "make.json", saved / "plain.json", "--json", "--markdown")
+    assert left.value.code == 2
+
+
+def test_the_workflow_and_the_hook_of_the_documents_hold(capsys, tmp_path, monkeypatch):
+    """Each line of the workflow that calls jaxmem is typed, on hardware that is here."""
+    text = (Path(__file__).parent.parent / "docs" / "gate.md").read_text()
+    workflow, hooks = (yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL))
+    lines = [step.get("run", "") for step in workflow["jobs"]["step"]["steps"]]
+    asked = [line.removeprefix("uv run jaxmem ") for line in lines if "jaxmem " in line]
+    assert len(asked) == 3
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for folder, remat in ((tmp_path / "base", "full"), (tmp_path, "none")):
+        (folder / "train.py").write_text(SCRIPT + f"step, given = make({remat!r})\nstep(*given)\n")
+    codes = []
+    for line in asked:
+        typed, _, kept = line.partition(" > ")
+        codes.append(main([word for word in typed.replace("--target h100_sxm", "").split() if word]))
+        Path(kept).write_text(capsys.readouterr().out)
+    assert codes == [0, 0, 1]
+    assert Path("comment.md").read_text().startswith("### Device memory\n\nGrew more than 2%: one step by ")
+    (hook,) = hooks["repos"][0]["hooks"]
+    assert re.search(hook["files"], "train.py")
+    assert not hook["pass_filenames"]

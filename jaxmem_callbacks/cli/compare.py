@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from jaxmem_callbacks.analysis.buffer_changes import BufferChanges, buffer_changes, changes_document
@@ -17,8 +18,9 @@ from jaxmem_callbacks.cli.exit_codes import GREW, OK
 from jaxmem_callbacks.cli.other_jax import inspect_by, version_words
 from jaxmem_callbacks.cli.typed import place, whole
 from jaxmem_callbacks.readers.accounts import read_account
-from jaxmem_callbacks.records.documents import as_text, put_document
+from jaxmem_callbacks.records.documents import Document, Section, as_markdown, as_text, put_document
 from jaxmem_callbacks.records.errors import ComparisonError
+from jaxmem_callbacks.records.files import write_file
 from jaxmem_callbacks.records.terminal import put
 
 _TWO = 2
@@ -49,7 +51,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top", type=whole("lines"), default=10, metavar="N", help="with --jax: lines of new buffers to show (10)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    form.add_argument("--markdown", action="store_true", help="print Markdown, for a pull request's comment")
+    parser.add_argument("--html", metavar="FILE", type=place, help="also write the comparison as one HTML page")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,11 +77,40 @@ def run(args: argparse.Namespace) -> int:
         raise ComparisonError(msg)
     before, after = read_account(args.before), read_account(args.after)
     found = growth(before, after, most)
+    document = growth_document(found, after)
+    _write_page(args.html, document)
     if args.json:
         put(growth_json(found) + "\n", as_json=True)
     else:
-        put_document(growth_document(found, after))
+        _put(document, args)
     return _exit_code(found)
+
+
+def _put(document: Document, args: argparse.Namespace) -> None:
+    """In the form that was asked for; in Markdown below a heading, the verdict first."""
+    if args.markdown:
+        *blocks, judgement = document.blocks
+        put(as_markdown(Document([Section("Device memory", [judgement, *blocks], level=4)])) + "\n")
+    else:
+        put_document(document)
+
+
+def _write_page(path: Path | None, *documents: Document) -> None:
+    """The comparison as a page.
+
+    Raises:
+        ComparisonError: it cannot be written.
+    """
+    if path is None:
+        return
+    from jaxmem_callbacks.writers.page import document_html
+
+    blocks = [block for each in documents for block in each.blocks]
+    try:
+        write_file(path, document_html(Document(blocks, title="Device memory, compared")), private=False)
+    except OSError as error:
+        msg = f"{path} cannot be written: {error.strerror or error}. Name a file in a folder that is there: --html compared.html."
+        raise ComparisonError(msg) from error
 
 
 def _exit_code(found: Growth) -> int:
@@ -94,12 +128,14 @@ def _between_versions(args: argparse.Namespace, most: Fraction | None) -> int:
     first, second = (inspect_by(python, str(args.before), args.target) for python in args.jax)
     found = growth(first.account, second.account, most)
     buffers = buffer_changes(first.buffers, second.buffers)
+    names = version_words(first.account), version_words(second.account)
+    bytes_grown, new_buffers = growth_document(found, second.account), changes_document(buffers, *names, args.top)
+    _write_page(args.html, bytes_grown, new_buffers)
     if args.json:
         put(json.dumps(_as_json(found, buffers), indent=1) + "\n", as_json=True)
     else:
-        names = version_words(first.account), version_words(second.account)
-        shown = growth_document(found, second.account), changes_document(buffers, *names, args.top)
-        put("\n\n".join(map(as_text, shown)) + "\n")
+        _put(bytes_grown, args)
+        put("\n" + (as_markdown(new_buffers) if args.markdown else as_text(new_buffers)) + "\n")
     return _exit_code(found)
 
 

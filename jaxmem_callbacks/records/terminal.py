@@ -194,16 +194,15 @@ def _bars_aside() -> Generator[None]:
 
     rich stands in the place of stderr while it draws, and sees to it itself.
     """
-    tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
-    if tqdm is not None:
-        with tqdm.external_write_mode(file=sys.stderr):
-            yield
-        return
-    stream = sys.stderr
+    stream, tqdm = sys.stderr, getattr(sys.modules.get("tqdm"), "tqdm", None)
     if "keras" in sys.modules and _is_terminal(sys.stdout) and _is_terminal(stream):
         with contextlib.suppress(OSError, ValueError):
             stream.write(_ERASE)
-    yield
+    if tqdm is None:
+        yield
+    else:
+        with tqdm.external_write_mode(file=stream):
+            yield
 
 
 def _is_terminal(stream: Any) -> bool:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxmem_callbacks.records.documents import escape
+from jaxmem_callbacks.records.documents import Document, as_html, escape
 
 # Each after those that it imports.
 _MODULES = ("draw.js", "time.js", "peak.js", "step.js", "plan.js", "heap.js", "page.js")
@@ -83,6 +83,16 @@ def page_html(model: Mapping[str, Any]) -> str:
         "<noscript><p>The figures of this page are drawn by a script in it, which this browser does not run.</p></noscript>"
         f'</main>\n<script type="application/json" id="{_MODEL}">{data}</script>\n'
         f'<script type="module">{script}</script>\n</body></html>\n'
+    )
+
+
+def document_html(document: Document) -> str:
+    """A document as a page that fetches nothing and runs nothing."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(document.title)}</title>'
+        f"<style>{page_style()}</style></head>\n<body><main>{as_html(document)}</main></body></html>\n"
     )
 
 
