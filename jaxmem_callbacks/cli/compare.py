@@ -109,7 +109,7 @@ def _write_page(path: Path | None, *documents: Document) -> None:
     try:
         write_file(path, document_html(Document(blocks, title="Device memory, compared")), private=False)
     except OSError as error:
-        msg = f"{path} cannot be written: {error.strerror or error}. Name a file in a folder that is there: --html compared.html."
+        msg = f"{path} cannot be written: {error.strerror or error}. Is its folder there?"
         raise ComparisonError(msg) from error
 
 
