@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from jaxmem_callbacks.transforms.sharding.infer import infer_shardings as infer_shardings
     from jaxmem_callbacks.transforms.sharding.mesh import make_mesh as make_mesh
     from jaxmem_callbacks.writers.adapters import as_writer as as_writer
+    from jaxmem_callbacks.writers.metric_files import CsvWriter as CsvWriter
+    from jaxmem_callbacks.writers.metric_files import PrometheusWriter as PrometheusWriter
     from jaxmem_callbacks.writers.protocol import CollectingWriter as CollectingWriter
 
 # Public name -> (module, attribute); None for a module that is itself the public name. `__all__` says the names once
@@ -68,6 +70,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "ComparisonError": ("records.errors", "ComparisonError"),
     "CompileError": ("records.errors", "CompileError"),
     "CompileTimeoutError": ("records.errors", "CompileTimeoutError"),
+    "CsvWriter": ("writers.metric_files", "CsvWriter"),
     "DefragmentError": ("records.errors", "DefragmentError"),
     "DonationError": ("records.errors", "DonationError"),
     "DonationWarning": ("records.errors", "DonationWarning"),
@@ -81,6 +84,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "PolicyError": ("records.errors", "PolicyError"),
     "Preset": ("records.presets", "Preset"),
     "PresetError": ("records.errors", "PresetError"),
+    "PrometheusWriter": ("writers.metric_files", "PrometheusWriter"),
     "Recovery": ("recovery.recovery", "Recovery"),
     "RecoveryError": ("records.errors", "RecoveryError"),
     "RecoveryWarning": ("records.errors", "RecoveryWarning"),
@@ -121,6 +125,7 @@ __all__ = [
     "ComparisonError",
     "CompileError",
     "CompileTimeoutError",
+    "CsvWriter",
     "DefragmentError",
     "DonationError",
     "DonationWarning",
@@ -134,6 +139,7 @@ __all__ = [
     "PolicyError",
     "Preset",
     "PresetError",
+    "PrometheusWriter",
     "Recovery",
     "RecoveryError",
     "RecoveryWarning",

@@ -22,9 +22,11 @@ from jaxmem_callbacks.records import errors
 # The table, written a second time on purpose: a name that users type neither comes nor goes unnoticed.
 PUBLIC = [
     "CollectingWriter",
+    "CsvWriter",
     "MemoryMonitor",
     "Plan",
     "Preset",
+    "PrometheusWriter",
     "Recovery",
     "ScriptedProbe",
     "StepMemory",

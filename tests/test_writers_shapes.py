@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -306,3 +308,91 @@ def test_anything_else_is_refused_with_the_list(wrong: object):
         TypeError, match=r"is no writer\. Expected .*write_scalars\(\), add_scalar\(\).*f\(step, scalars\)"
     ):
         as_writer(wrong)
+
+
+class Lightning:
+    """As lightning.pytorch.loggers.Logger."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.calls.append((step, metrics))
+
+
+def test_lightning():
+    logger = Lightning()
+    writer = as_writer(logger)
+    for record in (WINDOW, EVENT, TABLE, draw_over_time(points(), [])):
+        writer.write(record)
+    assert logger.calls == [(7, SCALARS)]
+    assert not writer.takes_pictures
+
+
+class Comet:
+    """As comet_ml.Experiment."""
+
+    def __init__(self) -> None:
+        self.metrics: list[Any] = []
+        self.texts: list[Any] = []
+        self.images: list[Any] = []
+
+    def log_metrics(self, dic: dict[str, float], prefix: Any = None, step: Any = None) -> None:
+        assert prefix is None
+        self.metrics.append((step, dic))
+
+    def log_text(self, text: str, step: Any = None) -> None:
+        self.texts.append((step, text))
+
+    def log_image(self, image_data: Any, name: Any = None, step: Any = None) -> None:
+        self.images.append((step, name, image_data.shape))
+
+
+def test_comet():
+    experiment = Comet()
+    writer = as_writer(experiment)
+    for record in (WINDOW, EVENT, draw_over_time(points(), [])):
+        writer.write(record)
+    assert experiment.metrics == [(7, SCALARS)]
+    ((step, text),) = experiment.texts
+    assert (step, text.splitlines()[0]) == (EVENT.step, "memory/events")
+    assert "Near out of memory" in text
+    assert experiment.images == [(9, "memory/over_time", (600, 840, 3))]
+
+
+class Mlflow(ModuleType):
+    """As the module mlflow 3: the active run is one of a thread, names have few letters, and a run is started where none is."""
+
+    def __init__(self, run: str | None) -> None:
+        super().__init__("mlflow")
+        self.thread, self.run = threading.get_ident(), run
+        self.calls: list[Any] = []
+
+    def active_run(self) -> Any:
+        here = self.run is not None and threading.get_ident() == self.thread
+        return SimpleNamespace(info=SimpleNamespace(run_id=self.run)) if here else None
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None, run_id: str | None = None) -> None:
+        assert all(re.fullmatch(r"[\w\-. /]+", name, re.ASCII) for name in metrics)
+        self.calls.append((run_id or "a new run", step, metrics))
+
+    def log_text(self, text: str, artifact_file: str, run_id: str | None = None) -> None:
+        self.calls.append((run_id or "a new run", artifact_file, text))
+
+
+def test_mlflow_gets_everything_in_the_run_that_was_active():
+    module = Mlflow("run-1")
+    writer = as_writer(module)
+    odd = Window(step=8, time_s=1.0, spreads={"memory/need_gib/<lambda>": Spread(low=1.0, mean=1.0, high=1.0, count=1)})
+    thread = threading.Thread(target=lambda: [writer.write(each) for each in (WINDOW, odd, EVENT)])
+    thread.start()
+    thread.join()
+    metrics, named, event = module.calls
+    assert metrics == ("run-1", 7, SCALARS)
+    assert named == ("run-1", 8, {"memory/need_gib/_lambda_": 1.0})
+    assert event[:2] == ("run-1", f"memory/events/{EVENT.step}.md")
+
+
+def test_mlflow_without_a_run_is_refused():
+    with pytest.raises(ValueError, match="no active run"):
+        as_writer(Mlflow(None))

@@ -162,6 +162,8 @@ def a_monitored_loop(state: State, batches: Iterator[Batch]) -> State:
     jm.MemoryMonitor(probes=[jm.ScriptedProbe([])])
     jm.MemoryMonitor(probes=[print])  # pyright: ignore[reportArgumentType]
     jm.as_writer(monitor).close()
+    with jm.MemoryMonitor(writer=[jm.CsvWriter("a.csv"), jm.PrometheusWriter("a.prom")], on_event=print) as watched:
+        watched(0)
     return state
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import io
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -131,14 +132,16 @@ def as_writer(obj: Any) -> Writer:
 
     Recognised, in this order, by method: a ``Writer`` of this library; ``write_scalars(step, scalars)`` (clu, Kauldron);
     ``add_scalar(tag, value, global_step)`` (tensorboardX, PyTorch); ``scalar(tag, value, step)`` (Flax);
-    ``log_scalar(name, value, step=)`` (metrax); ``measure(name, value)`` (big_vision); ``log(scalars, step=)`` (Weights &
-    Biases, Levanter); any callable ``f(step, scalars)``.
+    ``log_scalar(name, value, step=)`` (metrax); ``measure(name, value)`` (big_vision); ``log_metrics(scalars, step=)`` (MLflow's
+    module with an active run, Lightning, Comet); ``log(scalars, step=)`` (Weights & Biases, Levanter); any callable
+    ``f(step, scalars)``.
 
     Args:
         obj: The logger.
 
     Raises:
         TypeError: none of these; the message lists them.
+        ValueError: MLflow's module without an active run.
 
     Example:
         >>> seen = []
@@ -230,12 +233,61 @@ def _wandb(obj: Any) -> Writer:
     return ForwardingWriter(lambda step, scalars: obj.log(dict(scalars), step=step))
 
 
+def _log_metrics(obj: Any) -> Writer:
+    """MLflow's module, and what takes ``log_metrics(scalars, step=)``: a logger of Lightning, an experiment of Comet."""
+    text: Any = getattr(obj, "log_text", None)
+    if isinstance(obj, ModuleType) and callable(getattr(obj, "active_run", None)):
+        return _mlflow(obj)
+    send_text = (
+        None if not _takes(text, "step") else lambda step, tag, words: text(f"{tag}\n\n{words}", step=max(step, 0))
+    )
+
+    def picture(drawn: Picture) -> None:
+        obj.log_image(pixels_of(drawn), name=drawn.tag, step=max(drawn.step, 0))
+
+    return ForwardingWriter(
+        lambda step, scalars: obj.log_metrics(dict(scalars), step=max(step, 0)),
+        text=send_text,
+        picture=picture if _takes(getattr(obj, "log_image", None), "name", "step") else None,
+    )
+
+
+_NO_MLFLOW_NAME = re.compile(r"[^\w\-. /]", re.ASCII)
+
+
+def _mlflow(module: Any) -> Writer:
+    """MLflow's run that is active now: it is one of a thread, and on the monitor's a new one would be started."""
+    active = module.active_run()
+    if active is None:
+        msg = "MLflow has no active run, so there is nothing to log to. Start one before the monitor is made."
+        raise ValueError(msg)
+    run_id = active.info.run_id
+
+    def scalars(step: int, values: Mapping[str, float]) -> None:
+        named = {_NO_MLFLOW_NAME.sub("_", tag): value for tag, value in values.items()}
+        module.log_metrics(named, step=max(step, 0), run_id=run_id)
+
+    def text(step: int, tag: str, words: str) -> None:
+        module.log_text(words, f"{_NO_MLFLOW_NAME.sub('_', tag)}/{max(step, 0)}.md", run_id=run_id)
+
+    return ForwardingWriter(scalars, text=text)
+
+
+def _takes(method: Any, *names: str) -> bool:
+    """Whether a method has arguments of these names."""
+    try:
+        return callable(method) and set(names) <= inspect.signature(method).parameters.keys()
+    except (TypeError, ValueError):
+        return False
+
+
 _SHAPES: dict[str, Callable[[Any], Writer]] = {
     "write_scalars": _clu,
     "add_scalar": _tensorboardx,
     "scalar": _flax,
     "log_scalar": _metrax,
     "measure": _big_vision,
+    "log_metrics": _log_metrics,
     "log": _wandb,
 }
 
