@@ -104,8 +104,9 @@ bench-recovery: python ## what jm.Recovery costs a run in which nothing fails: w
 bench-simulator: python ## allocations a second of the simulated allocators, and what recording a trace costs
 	@$(ENVIRONMENT) run project,test python -m benchmarks.simulator $(ARGS)
 
-picture: python ## draw the pictures of docs/plan.md, simulate.md, allocation.md and gpu_and_tpu.md from committed figures and the simulated pool
+picture: python ## draw the pictures of docs/plan.md, remat.md, simulate.md, allocation.md and gpu_and_tpu.md from committed figures, a trace and the simulated pool
 	@$(ENVIRONMENT) run project,test python -m benchmarks.plan_picture $(ARGS)
+	@$(ENVIRONMENT) run project,test python -m benchmarks.cuts_picture $(ARGS)
 	@$(ENVIRONMENT) run project,test python -m benchmarks.simulator_picture $(ARGS)
 	@$(ENVIRONMENT) run project,test python -m benchmarks.allocation_picture $(ARGS)
 	@$(ENVIRONMENT) run project,test python -m benchmarks.padding_picture $(ARGS)

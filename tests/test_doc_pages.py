@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
 
 import pytest
 
-from benchmarks import allocation_picture, padding_picture
+from benchmarks import allocation_picture, cuts_picture, padding_picture
 from benchmarks.sources import RESULTS, ROOT
 from jaxmem_callbacks.records.units import MIB, format_bytes
+from jaxmem_callbacks.transforms.cuts import choose_cuts
 from tests.test_docs import DOCUMENTS
 
 DOCS = ROOT / "docs"
@@ -180,12 +182,22 @@ def test_the_tiles_of_the_picture_hold_what_was_measured():
 
 
 @pytest.mark.parametrize(
-    "name", ["allocation_steps", "allocation_growth", "allocation_bins", "padding", "memory_spaces"]
+    "name", ["allocation_steps", "allocation_growth", "allocation_bins", "cuts", "padding", "memory_spaces"]
 )
 def test_every_picture_is_shown_where_it_belongs(name):
     assert (DOCS / "images" / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
     shown = [path.name for path in DOCUMENTS if f"images/{name}.png)" in path.read_text()]
-    assert shown == ["allocation.md" if name.startswith("allocation") else "gpu_and_tpu.md"]
+    assert shown == [{"allocation": "allocation.md", "cuts": "remat.md"}.get(name.split("_")[0], "gpu_and_tpu.md")]
+
+
+def test_the_cuts_of_the_picture_are_in_its_valleys_and_come_closer():
+    found = cuts_picture.profile()
+    live, cuts = cuts_picture.live_bytes(found), choose_cuts(found)
+    lowest = min(live[cuts[0] : cuts[-1]])
+    assert {int(live[cut]) for cut in cuts} == {int(lowest)}
+    gaps = [after - before for before, after in itertools.pairwise(cuts)]
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[-1] < gaps[0]
 
 
 def test_pictures_can_be_drawn():
