@@ -6,7 +6,7 @@ ENVIRONMENT := $(PYTHON) tools/environments.py
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture docs quick record-answers test test-all test-adapters core lint format-check format types mutants check-wheel gpu-check bench bench-accumulation bench-adapters bench-analytic bench-chunks bench-hook bench-million bench-remat bench-lowering bench-options bench-padding bench-peers bench-examples bench-plan bench-recovery bench-scale bench-simulator bench-stale clean python
+.PHONY: help demo picture docs quick record-answers test test-all test-adapters core lint format-check format types mutants check-wheel gpu-check bench bench-accumulation bench-adapters bench-analytic bench-chunks bench-hook bench-million bench-remat bench-lowering bench-options bench-padding bench-peers bench-examples bench-plan bench-recovery bench-scale bench-simulator bench-stale bench-state clean python
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -75,6 +75,9 @@ bench-remat: python ## bytes and FLOPs of the cut against remat written by hand,
 
 bench-chunks: python ## bytes and FLOPs of a vocabulary's head in chunks, by the library and by hand, on CPU, H100 and v5e
 	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.chunked_head $(ARGS)
+
+bench-state: python ## what a step's peak falls by with the optimizer's state on the host, on H100, v5e and CPU
+	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.state_offload $(ARGS)
 
 bench-lowering: python ## what cutting a loss costs at start-up
 	@$(ENVIRONMENT) run project,test python -m benchmarks.lowering $(ARGS)

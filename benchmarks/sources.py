@@ -38,6 +38,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
             for name in ("clu", "docs", "grain", "kauldron", "keras", "levanter", "tunix")
         ),
     ),
+    "state_offload": ("_compat", "transforms", "programs", "jaxmem_callbacks/planning/step_time.py"),
     "hook_cost": ("analysis", "callbacks", "probes", "records", "writers"),
     "million_steps": ("analysis", "callbacks", "probes", "records", "writers"),
     "lowering": ("_compat", "transforms"),
@@ -79,6 +80,7 @@ COMMANDS = {
     "compiler_options": "bench-options",
     "frameworks": "test-adapters",
     "oom_report": "bench-recovery",
+    "state_offload": "bench-state",
 }
 # Checks that write a result file -> files that they rest on. What they check is the package as it was then, all of it, so that
 # these say only whether the same was asked.

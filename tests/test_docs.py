@@ -298,6 +298,7 @@ def test_blocks_are_found_and_can_fail() -> None:
         "remat.md",
         "sharding.md",
         "simulate.md",
+        "state_offload.md",
         "survive_fragmentation.md",
         "targets.md",
     } == {path.name for path in with_python()}

@@ -47,6 +47,7 @@ PUBLIC = [
     "nnx",
     "oom_guard",
     "parse_oom",
+    "place_state",
     "plan",
     "prefetch",
     "remat",

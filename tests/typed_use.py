@@ -54,6 +54,10 @@ def a_steps_signature_is_kept(state: State, batch: Batch) -> None:
     assert_type(step(state, batch), tuple[State, Metrics])
     assert_type(step(state, batch, rate=0.2), tuple[State, Metrics])
     step(batch, state)  # pyright: ignore[reportArgumentType]
+    jm.StepPolicy(state_offload="parameters")  # pyright: ignore[reportArgumentType]
+    moved = jm.jit_step(train_step, jm.StepPolicy(state_offload="optimizer"))
+    assert_type(jm.place_state(moved, state, batch), tuple[Any, ...])
+    jm.place_state("train_step", state)  # pyright: ignore[reportArgumentType]
     step(state)  # pyright: ignore[reportCallIssue]
     step(state, batch, rates=0.2)  # pyright: ignore[reportCallIssue]
     step(state, batch).params  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]

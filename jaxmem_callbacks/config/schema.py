@@ -182,6 +182,7 @@ _EXPECTED: dict[str, str] = {
     "monitor.jsonl_part_bytes": "a size of at least 1KiB, such as 256MiB, or null",
     "environment.collective_pool_bytes": "a size in whole MiB, such as 512MiB, or null",
     "recovery.ladder": f"a list of some of: {', '.join(get_args(Rung))}",
+    "policy.state_offload": "optimizer, or null",
     "policy.donate": "auto, a list of argument names such as [state], or [] for none",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxmem_callbacks.programs.targets.target import Target, nearest_target
@@ -123,8 +124,10 @@ def _crossing(eqn: Any) -> int:
     """Bytes of one equation's operands that it puts into another memory."""
     if eqn.primitive.name != "device_put":
         return 0
+    # A kind of memory is named where a state waits on the host, which the type of a shape does not show.
+    named = any(isinstance(place, jax.memory.Space) for place in eqn.params.get("devices", ()))
     pairs = zip(eqn.invars, eqn.outvars, strict=True)
-    return sum(nbytes(out) for given, out in pairs if _memory(given) != _memory(out))
+    return sum(nbytes(out) for given, out in pairs if named or _memory(given) != _memory(out))
 
 
 def _memory(atom: Any) -> Any:

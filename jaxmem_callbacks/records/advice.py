@@ -231,6 +231,13 @@ _SHARDING = (
         tests=("tests/test_sharding_refusals.py::test_a_state_that_lies_elsewhere_is_moved_by_the_line_that_is_shown",),
     ),
     Advice(
+        key="state_offload.place",
+        trigger="a policy has the optimizer's state on the host, and it lies on the device",
+        text="{names} = jm.place_state({step}, {names})",
+        proof=Proof.TRAINED,
+        tests=("tests/test_state_offload.py::test_a_state_on_the_device_is_moved_by_the_line_that_is_shown",),
+    ),
+    Advice(
         key="sharding.mesh_of_state",
         trigger="the same, where the mesh is that of `state_shardings`: what stands for the mesh in that line",
         text="jax.tree.leaves(state_shardings)[0].mesh",

@@ -76,6 +76,8 @@ SHARDING_SYNONYMS: dict[str, tuple[str, ...]] = {
 # Under these the weights are divided over the axis of the batch, so that a loop gathers what it uses.
 GATHERED = ("fsdp", "fsdp_tensor")
 _SHARDING_WORDS = {word: name for name, synonyms in SHARDING_SYNONYMS.items() for word in (name, *synonyms)}
+# Words of `StepPolicy.state_offload`.
+STATE_OFFLOAD = ("optimizer",)
 # The part of a loss that a plain number of chunks means.
 HEAD = "head"
 Chunks = tuple[tuple[str, int], ...]
@@ -338,6 +340,8 @@ class StepPolicy:
         compiler_options: Options of XLA's compiler, with the ``platform`` and the ``jax`` line that they are for, as a mapping:
             ``{"platform": "gpu", "jax": "0.12", "xla_gpu_...": False}``. `jm.jit_step` compiles with them, there and nowhere
             else. None for none.
+        state_offload: What of the state waits in host memory and comes to the device for its update alone: ``optimizer`` for
+            the arrays of the optimizer's state. `jm.place_state` lays it there before the loop. None leaves all on the device.
     """
 
     remat: str = "none"
@@ -353,6 +357,7 @@ class StepPolicy:
     donate: Literal["auto"] | tuple[str, ...] | None = None
     sharding: str | ShardingRules | None = None
     compiler_options: CompilerOptions | Mapping[str, OptionValue] | None = None
+    state_offload: Literal["optimizer"] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "remat", canonical_remat(self.remat))
@@ -374,6 +379,12 @@ class StepPolicy:
             msg = f"microbatches={self.microbatches!r}: expected a whole number of at least 1, where 1 takes the batch whole."
             raise PolicyError(msg)
         object.__setattr__(self, "chunks", canonical_chunks(self.chunks))
+        if self.state_offload not in (None, *STATE_OFFLOAD):
+            hint = did_you_mean(str(self.state_offload), STATE_OFFLOAD)
+            msg = (
+                f"state_offload={self.state_offload!r}.{hint} Expected 'optimizer' for the optimizer's state, or None."
+            )
+            raise PolicyError(msg)
         self._check_remat()
 
     def _check_remat(self) -> None:
@@ -527,6 +538,7 @@ def policy_words(policy: StepPolicy) -> str:
     words += [f"{path} in {count} chunks" for path, count in policy.chunked]
     if policy.donate is not None:
         words.append("donating" if policy.donate == "auto" else f"donating {', '.join(policy.donate) or 'nothing'}")
+    words += [] if policy.state_offload is None else [f"{policy.state_offload} state on the host"]
     words += [] if policy.options is None else [policy.options.words]
     placed = policy.sharding
     if isinstance(placed, tuple):

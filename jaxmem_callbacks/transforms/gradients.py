@@ -277,6 +277,12 @@ def apply_policy(
             f"belong to a jit. Use jm.jit_step in its place, around {name_of(train_step)} or what calls it outermost."
         )
         raise PolicyError(msg)
+    if active.policy.state_offload is not None:
+        msg = (
+            f"jm.apply_policy makes a function that is not jitted, and state_offload={active.policy.state_offload!r} says where "
+            f"the arguments of a jit lie. Use jm.jit_step in its place, around {name_of(train_step)} or what calls it outermost."
+        )
+        raise PolicyError(msg)
 
     @functools.wraps(train_step)
     def step_under_policy(*args: Any, **kwargs: Any) -> Any:

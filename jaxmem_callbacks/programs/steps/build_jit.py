@@ -19,6 +19,7 @@ from jaxmem_callbacks.programs.steps.donation import (
     updated_arguments,
     worth_donating,
 )
+from jaxmem_callbacks.programs.steps.host_state import fetching, pins_on_host
 from jaxmem_callbacks.programs.steps.leaves import Leaf, call_leaves, named_arguments, parameter_names
 from jaxmem_callbacks.programs.steps.placement import (
     Pin,
@@ -72,7 +73,8 @@ class JitOptions:
     @property
     def places(self) -> bool:
         """Whether the place of the state is given."""
-        return self.state_shardings is not None or self.policy.sharding is not None
+        policy = self.policy
+        return self.state_shardings is not None or policy.sharding is not None or policy.state_offload is not None
 
     def pinned(self, leaves: list[Leaf]) -> list[Leaf]:
         """The call's leaves, those of a pinned state with the place that it will have."""
@@ -150,12 +152,16 @@ def build_jit(
     jit_options.static = tuple(dict.fromkeys((*jit_options.static, *static)))
     options = _options("static", jit_options.static, function, arguments, len(args))
     traced = [(name, value) for name, value in arguments if name not in jit_options.static]
-    results, leaves = _traced_if_needed(function, jit_options, traced, options, (args, kwargs))
+    on_host = jit_options.policy.state_offload is not None
+    looked_at = fetching(function) if on_host else function
+    results, leaves = _traced_if_needed(looked_at, jit_options, traced, options, (args, kwargs))
     jit_options.donated = _donated(function, jit_options, traced, results, leaves)
     options |= _options("donate", jit_options.donated, function, arguments, len(args))
     if jit_options.places:
-        pin(function, jit_options, traced, results)
+        pin(function, jit_options, traced, results, leaves)
         options |= _pinned_options(function, jit_options, traced, results, kwargs)
+    if on_host:
+        function = fetching(function, jit_options.pins)
     call = jit_plain(function, arguments, compiler_options=jit_options.policy.options, **options)
     jit_options.jitted = Jitted(call=call, lowering=call, function=function, bound_kwargs={})
     return jit_options.jitted
@@ -178,7 +184,29 @@ def require_pinned(arguments: Sequence[tuple[str, Any]], jit_options: JitOptions
     return True
 
 
-def pin(function: Callable[..., Any], jit_options: JitOptions, traced: Sequence[tuple[str, Any]], results: Any) -> None:
+def host_pins(
+    function: Callable[..., Any], jit_options: JitOptions, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Pin, ...]:
+    """Where a policy has the optimizer's state of a call, wherever it lies now.
+
+    Raises:
+        PolicyError: the step holds no such state that can be moved.
+    """
+    arguments = named_arguments(function, args, kwargs)
+    static = static_arguments(arguments, function)
+    traced = [(name, value) for name, value in arguments if name not in static]
+    options = _options("static", static, function, arguments, len(args))
+    results, leaves = _traced_if_needed(fetching(function), jit_options, traced, options, (args, kwargs))
+    return tuple(pins_on_host(traced, updated_arguments(traced, results), leaves or (), (), function))
+
+
+def pin(
+    function: Callable[..., Any],
+    jit_options: JitOptions,
+    traced: Sequence[tuple[str, Any]],
+    results: Any,
+    leaves: Sequence[Leaf] | None = None,
+) -> None:
     """Decide where the state must lie, and refuse one that does not.
 
     Raises:
@@ -191,6 +219,8 @@ def pin(function: Callable[..., Any], jit_options: JitOptions, traced: Sequence[
     pins = [] if own is None else [own]
     if jit_options.policy.sharding is not None:
         pins += pins_of_policy(jit_options.policy, traced, updated, own, function)
+    if jit_options.policy.state_offload is not None:
+        pins = pins_on_host(traced, updated, leaves or (), pins, function)
     jit_options.pins, jit_options.pinned_like = tuple(pins), _likeness(traced, pins)
     require_pinned(traced, jit_options, function)
 

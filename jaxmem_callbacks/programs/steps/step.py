@@ -22,7 +22,7 @@ from jaxmem_callbacks._compat.jit_settings import compiler_options_of, in_shardi
 from jaxmem_callbacks.config.named import Name, policy_of, resolve_policy
 from jaxmem_callbacks.environment.apply import require_applied
 from jaxmem_callbacks.programs.steps import registry
-from jaxmem_callbacks.programs.steps.build_jit import JitOptions, build_jit, require_pinned, written_call
+from jaxmem_callbacks.programs.steps.build_jit import JitOptions, build_jit, host_pins, require_pinned, written_call
 from jaxmem_callbacks.programs.steps.donation import (
     donation_message,
     lost_donations,
@@ -31,6 +31,7 @@ from jaxmem_callbacks.programs.steps.donation import (
     undonated_names,
     with_passing,
 )
+from jaxmem_callbacks.programs.steps.host_state import fetching, placed
 from jaxmem_callbacks.programs.steps.leaves import AbstractCall, Leaf, abstract_call, has_real_arrays, named_arguments
 from jaxmem_callbacks.programs.steps.placement import as_placed, mesh_of, require_returned
 from jaxmem_callbacks.programs.steps.program import (
@@ -186,6 +187,12 @@ class JitStep(Generic[_Arguments, _Results]):
         if options is not None:
             options.require_agreement(flags_now(), "XLA_FLAGS or LIBTPU_INIT_ARGS")
         if self._own_jit is not None:
+            if policy.state_offload is not None:
+                msg = (
+                    f"state_offload={policy.state_offload!r} was given for {self.name}, which is already jitted and takes its "
+                    "arguments where its own settings say. Pass the plain function to jm.jit_step."
+                )
+                raise PolicyError(msg)
             self._jit_options.refuse_for_jitted(train_step, donate_argnames)
             self._own_jit = self._own_jit if options is None else jitted_with(self._own_jit, options)
         self._active = ActivePolicy(policy, gradients=gradients, survey=survey)
@@ -278,6 +285,12 @@ class JitStep(Generic[_Arguments, _Results]):
         if are_real := has_real_arrays(args, kwargs):
             self._require_accumulable(self._get_or_build_jit(args, kwargs), args, kwargs)
         return are_real
+
+    def placed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name, the optimizer's state where the policy has it."""
+        with self._lock, self._tracing():
+            pins = host_pins(self._traced_step, self._jit_options, args, kwargs)
+        return placed(pins, named_arguments(self.__wrapped__, args, kwargs))
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """What the jit's own ``trace`` returns for these arguments, under the policy."""
@@ -402,7 +415,7 @@ class JitStep(Generic[_Arguments, _Results]):
             or self._jit_options.donate is None
         ):
             return None
-        plain = StepPolicy(sharding=self.policy.sharding)
+        plain = StepPolicy(sharding=self.policy.sharding, state_offload=self.policy.state_offload)
         return JitStep(self.__wrapped__, plain, donate_argnames=(), state_shardings=self._jit_options.state_shardings)
 
     @property
@@ -463,7 +476,14 @@ class JitStep(Generic[_Arguments, _Results]):
             self.policy.options.refuse_elsewhere(jax.default_backend(), jax.__version__)
 
     def _require_outermost(self) -> None:
-        """Refuse compiler options where the step is part of another program, which is compiled as its own jit says."""
+        """Refuse what belongs to a jit where the step is part of another program, which is compiled as its own jit says."""
+        if self.policy.state_offload is not None:
+            msg = (
+                f"{self.name} has state_offload={self.policy.state_offload!r} and is called inside another jit or "
+                "transformation, whose arguments lie where the outermost jit has them. Give the policy to jm.jit_step around the "
+                "outermost function, or leave state_offload out."
+            )
+            raise PolicyError(msg)
         if self.policy.options is not None:
             msg = (
                 f"{self.name} has compiler_options {self.policy.options.words} and is called inside another jit or "
@@ -508,7 +528,9 @@ class JitStep(Generic[_Arguments, _Results]):
             return
         with self._tracing():
             if self._own_jit is None:
-                require_accumulable(self.__wrapped__, args, kwargs, self._compared_under)
+                on_host = self.policy.state_offload is not None
+                function = fetching(self.__wrapped__) if on_host else self.__wrapped__
+                require_accumulable(function, args, kwargs, self._compared_under)
             else:
                 # JAX refuses a jit with compiler options inside another trace, which the comparison is.
                 function = jitted.lowering.__wrapped__ if self.compiler_options else jitted.lowering

@@ -258,7 +258,8 @@ def _abstract(leaf: Leaf) -> jax.ShapeDtypeStruct:
 
 def _portable(sharding: Any) -> Any:
     """A sharding that means the same on other devices, else None."""
-    return sharding if isinstance(sharding, jax.sharding.NamedSharding) else None
+    of_one = isinstance(sharding, jax.sharding.SingleDeviceSharding) and sharding.memory_kind == "pinned_host"
+    return sharding if of_one or isinstance(sharding, jax.sharding.NamedSharding) else None
 
 
 def taken_inputs(jaxpr: Any) -> list[bool]:

@@ -1,0 +1,175 @@
+"""`StepPolicy.state_offload`: the optimizer's state in host memory between steps."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxmem_callbacks as jm
+from jaxmem_callbacks.planning.step_time import host_bytes
+from tests.pasting import pasted, run
+
+WIDTH, LAYERS, STEPS = 32, 3, 5
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+POLICY = jm.StepPolicy(state_offload="optimizer")
+
+
+def loss_of(params, x):
+    for w in params.values():
+        x = jnp.tanh(x @ w)
+    return jnp.square(x - 0.3).mean()
+
+
+def train_step(params, opt_state, x):
+    loss, grads = jm.value_and_grad(loss_of)(params, x)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+def start():
+    keys = jax.random.split(jax.random.key(0), LAYERS + 1)
+    params = {f"w{i}": jax.random.normal(keys[i], (WIDTH, WIDTH)) / 6 for i in range(LAYERS)}
+    return params, OPTIMIZER.init(params), jax.random.normal(keys[-1], (8, WIDTH))
+
+
+def kinds(tree):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
+
+
+def trained(policy, *, place):
+    params, opt_state, x = start()
+    step = jm.jit_step(train_step, policy)
+    if place:
+        params, opt_state, x = jm.place_state(step, params, opt_state, x)
+    losses = []
+    for _ in range(STEPS):
+        params, opt_state, loss = step(params, opt_state, x)
+        losses.append(float(loss))
+    return losses, params, opt_state
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("more", [{}, {"remat": "full"}, {"microbatches": 2}])
+def test_training_with_the_state_on_the_host_has_the_same_numbers(more):
+    expected, params, state = trained(jm.StepPolicy(**more), place=False)
+    losses, moved_params, moved = trained(jm.StepPolicy(state_offload="optimizer", **more), place=True)
+    assert losses == expected
+    assert losses[-1] < losses[0]
+    assert kinds(moved) == {"pinned_host"}
+    assert kinds(moved_params) == kinds(params)
+    for a, b in zip(jax.tree.leaves((params, state)), jax.tree.leaves((moved_params, moved)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def step_of_one_state(state, x):
+    params, opt_state, loss = train_step(*state, x)
+    return (params, opt_state), loss
+
+
+def momentum_step(w, velocity, x):
+    velocity = 0.9 * velocity + jax.grad(lambda w: jnp.square(x @ w).mean())(w)
+    return w - 0.1 * velocity, velocity
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kind", ["arguments", "one state", "by hand"])
+def test_a_state_on_the_device_is_moved_by_the_line_that_is_shown(kind):
+    params, opt_state, x = start()
+    function, has = {
+        "arguments": (train_step, {"params": params, "opt_state": opt_state, "x": x}),
+        "one state": (step_of_one_state, {"state": (params, opt_state), "x": x}),
+        "by hand": (momentum_step, {"w": params["w0"], "velocity": jnp.zeros_like(params["w0"]), "x": x}),
+    }[kind]
+    step = jm.jit_step(function, POLICY)
+    with pytest.raises(jm.PolicyError, match=r"pinned_host.* as state_offload='optimizer' requires") as caught:
+        step(*has.values())
+    line = pasted("state_offload.place", caught.value)
+    moved = run(line, jm=jm, **{function.__name__: function}, **has)
+    results = step(*(moved[name] for name in has))
+    assert "pinned_host" in kinds(results)
+
+
+@pytest.mark.core
+def test_an_optimizer_written_by_hand_is_found_by_what_the_step_does_with_it():
+    w, x = jnp.ones((WIDTH, WIDTH)), jnp.ones((4, WIDTH))
+    w, velocity, x = jm.place_state(momentum_step, w, jnp.zeros_like(w), x)
+    assert (kinds(w), kinds(velocity)) == (kinds(x), {"pinned_host"})
+    step = jm.jit_step(momentum_step, POLICY)
+    w, velocity = step(w, velocity, x)
+    assert kinds(velocity) == {"pinned_host"}
+
+
+def test_the_state_comes_back_to_the_host_after_a_call_with_one_on_the_device():
+    params, opt_state, x = start()
+    step = jm.jit_step(train_step, POLICY)
+    placed = jm.place_state(step, params, opt_state, x)
+    params, _, _ = step(*placed)
+    with pytest.raises(jm.PolicyError, match="Move it once, before the loop"):
+        step(params, OPTIMIZER.init(params), x)
+
+
+def test_a_step_without_optimizer_state_is_refused():
+    def forward(params, x):
+        return loss_of(params, x)
+
+    params, _, x = start()
+    with pytest.raises(jm.PolicyError, match="would do nothing: no argument that forward returns updated"):
+        jm.jit_step(forward, POLICY)(params, x)
+    with pytest.raises(jm.PolicyError, match="would do nothing"):
+        jm.place_state(forward, params, x)
+
+
+def test_what_is_no_outermost_jit_of_the_library_is_refused():
+    params, opt_state, x = start()
+    with pytest.raises(jm.PolicyError, match="already jitted"):
+        jm.jit_step(jax.jit(train_step), POLICY)
+    with pytest.raises(jm.PolicyError, match=r"Use jm.jit_step in its place, around train_step"):
+        jm.apply_policy(train_step, POLICY)
+    step = jm.jit_step(train_step, POLICY)
+    with pytest.raises(jm.PolicyError, match="inside another jit"):
+        jax.jit(step)(params, opt_state, x)
+
+
+def test_another_word_is_refused():
+    with pytest.raises(jm.PolicyError, match=r"state_offload='optimiser'. Did you mean `optimizer`\?"):
+        jm.StepPolicy(state_offload="optimiser")
+
+
+def chain(width, layers):
+    """A chain of layers whose moments are most of what its step needs, as shapes."""
+    params = {f"w{i}": jax.ShapeDtypeStruct((width, width), jnp.float32) for i in range(layers)}
+    x = jax.ShapeDtypeStruct((64, width), jnp.float32)
+    return params, jax.eval_shape(OPTIMIZER_ALONE.init, params), x
+
+
+OPTIMIZER_ALONE = optax.adam(1e-3)
+
+
+def long_step(params, opt_state, x):
+    loss, grads = jm.value_and_grad(loss_of)(params, x)
+    updates, opt_state = OPTIMIZER_ALONE.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, loss
+
+
+ONE_BY_ONE = {
+    "platform": "tpu",
+    "jax": ".".join(jax.__version__.split(".")[:2]),
+    "xla_tpu_enable_latency_hiding_scheduler": False,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("target", "options"), [("h100_sxm", None), ("v5e", ONE_BY_ONE)])
+def test_the_step_needs_fewer_bytes_on_hardware_with_a_host(target, options):
+    args = chain(1024, 64)
+    moved = sum(2 * leaf.size * leaf.dtype.itemsize for leaf in args[0].values())
+    step = jm.jit_step(long_step, jm.StepPolicy(state_offload="optimizer", compiler_options=options))
+    placed = jm.place_state(step, *args)
+    before = jm.step_memory(jm.jit_step(long_step), *args, target=target).step_bytes
+    after = jm.step_memory(step, *placed, target=target).step_bytes
+    assert moved > before / 2
+    assert before - after >= 0.95 * moved
+    assert host_bytes(step.traced(placed, {}).jaxpr) == 2 * moved
