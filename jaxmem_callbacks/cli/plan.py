@@ -68,6 +68,7 @@ EXPECTED = {
         "the key alone, or an option of XLA's with its values: compiler_options.xla_...=yes,no",
         "compiler_options",
     ),
+    "state_offload": ("the key alone, yes or no", "state_offload"),
 }
 _WORDS = {"yes": True, "true": True, "no": False, "false": False}
 
@@ -80,7 +81,8 @@ def add_search_argument(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="what else may be varied: microbatches=2,4  sharding=zero1,fsdp  donate  offload  chunks  own_checkpoints  "
-        "batch=largest  batch.multiple_of=8  batch.at_most=512  remat=no  compiler_options  compiler_options.xla_...=yes,no; "
+        "batch=largest  batch.multiple_of=8  batch.at_most=512  remat=no  compiler_options  compiler_options.xla_...=yes,no  "
+        "state_offload; "
         "a key alone means all of it; may be given several times",
     )
 

@@ -161,6 +161,34 @@ def with_options(best: Candidate, optioned: Sequence[Candidate]) -> tuple[Candid
     return best, None
 
 
+def with_state_on_host(best: Candidate, moved: Sequence[Candidate]) -> tuple[Candidate, str | None]:
+    """The candidate to use where the optimizer's state was also moved to the host.
+
+    Args:
+        best: What was chosen of those whose state stays on the device.
+        moved: Candidates with the state on the host.
+
+    Returns:
+        The candidate, and why it is another than ``best``; None where it is not. A state that is moved passes the link twice a
+        step: where its time is not known it is used only where nothing else fits.
+    """
+    if best.fits is None or not moved:
+        return best, None
+    fitting = [each for each in moved if each.fits]
+    if best.fits is False:
+        least = min([best, *moved], key=bytes_or_inf)
+        reason = "it fits with the optimizer's state on the host, and nothing else fits"
+        return (min(fitting, key=cost), reason) if fitting else (least, None)
+    known = [each for each in fitting if each.modelled_s is not None]
+    fastest = min(known, key=cost, default=best)
+    if best.modelled_s is not None and cost(fastest) < cost(best):
+        return (
+            fastest,
+            "the optimizer's state comes from the host sooner, as modelled, than what it makes room for is computed again",
+        )
+    return best, None
+
+
 def cost(candidate: Candidate) -> float:
     """Modelled seconds, or operations where no time is known; within one plan they are the same."""
     return float(candidate.extra_flops) if candidate.modelled_s is None else candidate.modelled_s
@@ -181,10 +209,14 @@ def _time(candidate: Candidate) -> tuple[float, float]:
 
 def chosen(entries: Sequence[Entry]) -> tuple[Entry, str]:
     """What to use of all that was compiled, and why."""
+    every = entries
+    moved = [entry.candidate for entry in every if entry.candidate.policy.state_offload is not None]
+    entries = [entry for entry in entries if entry.candidate.policy.state_offload is None] or entries
     plain = [entry for entry in entries if not has_options(entry)]
     staying = [entry for entry in plain if not entry.candidate.policy.offload] or plain
     index, reason = choose([entry.candidate for entry in staying])
     best, why = with_offload(staying[index].candidate, [entry.candidate for entry in plain])
     best, by_options = with_options(best, [entry.candidate for entry in entries if has_options(entry)])
-    why = by_options or why
-    return next(entry for entry in entries if entry.candidate is best), why or reason
+    best, by_state = with_state_on_host(best, moved)
+    why = by_state or by_options or why
+    return next(entry for entry in every if entry.candidate is best), why or reason

@@ -35,6 +35,7 @@ from jaxmem_callbacks.planning.problem import (
 from jaxmem_callbacks.planning.request import BatchSizes, Space
 from jaxmem_callbacks.planning.search import RematSearch
 from jaxmem_callbacks.planning.sharding_candidates import layouts
+from jaxmem_callbacks.planning.state_candidates import MOST_OF_STATE, try_state_on_host
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
 from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments, state_arguments
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
@@ -369,7 +370,8 @@ def run_search(parsed: ParsedRequest, counts: Sequence[int], queue: CompileQueue
     rows = find_rows(problem, traced, space.batch.argnames) if space.batch is not None else None
     ways = list(layouts(problem, traced, space, parsed.mesh, queue.results.note)) if divided else [problem]
     cut = list[Compiler]()
-    whole, queue = queue, queue.at_most(queue.remaining - most_of_options(space))
+    optional = most_of_options(space) + MOST_OF_STATE * space.state_offload
+    whole, queue = queue, queue.at_most(queue.remaining - optional)
     reserved = MOST_POLICIES * space.offload + MOST_CHUNKS * space.chunks if space.batch is None else 0
     staying = queue.at_most(queue.remaining - reserved)
     try:
@@ -387,6 +389,8 @@ def run_search(parsed: ParsedRequest, counts: Sequence[int], queue: CompileQueue
             _use_the_rest(parsed, counts, queue, cut)
         if space.compiler_options and queue.results.entries:
             try_options(parsed, whole)
+        if space.state_offload and queue.results.entries:
+            try_state_on_host(parsed, whole)
     finally:  # also of what was compiled before Ctrl-C
         whole.note_skipped()
 

@@ -340,6 +340,13 @@ def own_step(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
             "function that you wrote, not what jm.jit_step returned."
         )
         raise PlanError(msg)
+    if policy.state_offload is not None:
+        msg = (
+            f"The step has state_offload={policy.state_offload!r} already, and its state lies on the host. Plan "
+            f"{train_step.name}, "
+            'the function that you wrote, with its state on the device and search={"state_offload": True}.'
+        )
+        raise PlanError(msg)
     if of_arrays is not None:
         return OwnStep(
             function=of_arrays.function,

@@ -200,6 +200,7 @@ _KEYS = (
     "sharding",
     "batch",
     "compiler_options",
+    "state_offload",
 )
 _BATCH_KEYS = ("multiple_of", "at_most", "argnames")
 _EXAMPLE = 'search={"microbatches": [1, 2, 4], "sharding": True, "batch": {"multiple_of": 8, "at_most": 512}}'
@@ -234,6 +235,7 @@ class Space:
         sharding: What to try for the state, in this order; None where it was left open.
         batch: Which batch sizes to try; None leaves the batch as it is.
         compiler_options: Sets of the compiler's options to try; ``all`` for those that are known to move bytes.
+        state_offload: Whether the optimizer's state may wait in host memory.
     """
 
     remat: bool = True
@@ -245,6 +247,7 @@ class Space:
     sharding: tuple[str | ShardingRules, ...] | None = None
     batch: BatchSizes | None = None
     compiler_options: tuple[Mapping[str, OptionValue], ...] | Literal["all"] = ()
+    state_offload: bool = False
 
 
 def parse_search(search: Any) -> Space:
@@ -252,7 +255,7 @@ def parse_search(search: Any) -> Space:
 
     Args:
         search: None, or a mapping with some of the keys ``remat``, ``offload``, ``chunks``, ``microbatches``, ``donate``,
-            ``sharding``, ``batch`` and ``compiler_options``.
+            ``sharding``, ``batch``, ``compiler_options`` and ``state_offload``.
 
     Raises:
         PlanError: an unknown key (with the nearest), a value that is none for its key, or offload without remat.
@@ -276,6 +279,7 @@ def parse_search(search: Any) -> Space:
         sharding=_shardings(given.get("sharding")),
         batch=_batch(given.get("batch")),
         compiler_options=_compiler_options(given.get("compiler_options")),
+        state_offload=_switch(given, "state_offload", default=False),
     )
 
 

@@ -20,6 +20,7 @@ from jaxmem_callbacks.planning.problem import (
     own_jit,
     traced_with_rows,
 )
+from jaxmem_callbacks.planning.state_candidates import can_be_moved
 from jaxmem_callbacks.programs.causes import causes_of
 from jaxmem_callbacks.programs.steps.program import large_constants
 from jaxmem_callbacks.programs.steps.step import Traced
@@ -83,6 +84,7 @@ def searches(parsed: ParsedRequest, results: CompileResults) -> tuple[str, ...]:
         "offload": cuts_moved(problem.base),
         "chunks": replace(problem.base, chunks=FIRST_CHUNKS),
         "compiler_options": problem.base,
+        "state_offload": problem.base,
     }
     save_bytes = problem.device_count > 1 and known_options(problem.platform, problem.device_count)
     looked_at = {
@@ -90,12 +92,19 @@ def searches(parsed: ParsedRequest, results: CompileResults) -> tuple[str, ...]:
         "offload": problem.platform == "cpu" or any(each.offload for each in tried) or "offload" in about,
         "chunks": any(each.chunked for each in tried),
         "compiler_options": bool(parsed.space.compiler_options) or not save_bytes,
+        "state_offload": problem.platform == "cpu" or parsed.space.state_offload or not _holds_state(parsed, results),
     }
     return tuple(
         advise("plan.search", search=way)
         for way, policy in ways.items()
         if not looked_at[way] and _can_be_had(parsed, policy)
     )
+
+
+def _holds_state(parsed: ParsedRequest, results: CompileResults) -> bool:
+    """Whether the optimizer's state is at least half of what the smallest step needs, and could wait on the host."""
+    needs = [entry.candidate.step_bytes for entry in results.entries if entry.candidate.step_bytes is not None]
+    return bool(needs) and can_be_moved(parsed.problem, min(needs))
 
 
 def _can_be_had(parsed: ParsedRequest, policy: StepPolicy) -> bool:
