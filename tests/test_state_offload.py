@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 
 import jaxmem_callbacks as jm
@@ -109,6 +110,26 @@ def test_the_state_comes_back_to_the_host_after_a_call_with_one_on_the_device():
     params, _, _ = step(*placed)
     with pytest.raises(jm.PolicyError, match="Move it once, before the loop"):
         step(params, OPTIMIZER.init(params), x)
+
+
+@pytest.mark.core
+def test_a_checkpoint_comes_back_with_its_memory(tmp_path):
+    """Orbax restores a state where its shapes say, so training goes on without moving it again."""
+    step, (params, opt_state, x) = jm.jit_step(train_step, POLICY), start()
+    params, opt_state, x = jm.place_state(step, params, opt_state, x)
+    params, opt_state, _ = step(params, opt_state, x)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", (params, opt_state))
+        checkpointer.wait_until_finished()
+        shapes = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), (params, opt_state)
+        )
+        restored, state = checkpointer.restore(tmp_path / "state", shapes)
+    assert kinds(state) == {"pinned_host"}
+    expected = step(params, opt_state, x)
+    again = step(restored, state, x)
+    assert kinds(again[1]) == {"pinned_host"}
+    np.testing.assert_array_equal(expected[2], again[2])
 
 
 def test_a_step_without_optimizer_state_is_refused():

@@ -174,7 +174,7 @@ def with_state_on_host(best: Candidate, moved: Sequence[Candidate]) -> tuple[Can
     """
     if best.fits is None or not moved:
         return best, None
-    fitting = [each for each in moved if each.fits]
+    fitting = sorted((each for each in moved if each.fits), key=bytes_or_inf)  # of equal cost the one of fewest bytes
     if best.fits is False:
         least = min([best, *moved], key=bytes_or_inf)
         reason = "it fits with the optimizer's state on the host, and nothing else fits"

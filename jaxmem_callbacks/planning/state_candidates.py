@@ -15,17 +15,22 @@ from jaxmem_callbacks.planning.step_time import host_bytes
 from jaxmem_callbacks.programs.steps.place_state import place_state
 from jaxmem_callbacks.programs.steps.program import flags_now
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.records.policies import CompilerOptions, jax_line, platform_word
+from jaxmem_callbacks.records.policies import CompilerOptions, StepPolicy, jax_line, platform_word
 from jaxmem_callbacks.records.units import format_bytes
 
-#: Compiles with the state on the host in one plan.
-MOST_OF_STATE = 2
-# XLA's schedulers that hide latency bring all of the state at the beginning of the step (results/state_offload_*.json).
-_SCHEDULER = {"tpu": "xla_tpu_enable_latency_hiding_scheduler"}
+#: Compiles with the state on the host in one plan: two policies, each under two sets of options.
+MOST_OF_STATE = 4
+# A TPU's scheduler that hides latency brings all of the state at the beginning of the step. Without it, or where it may use next
+# to no memory, the arrays come one by one: which of the two saves more depends on the step (results/state_offload_*.json).
+_SCHEDULER = "xla_tpu_enable_latency_hiding_scheduler"
+#: Platform -> sets of compiler options under which the state is tried on the host.
+OPTIONS: dict[str, tuple[dict[str, bool | int], ...]] = {
+    "tpu": ({_SCHEDULER: False}, {"xla_tpu_scheduler_percent_shared_memory_limit": 1}),
+}
 
 
 def on_host(problem: Problem) -> Problem:
-    """The same problem, with the optimizer's state on the host and what lets the compiler bring it piece by piece.
+    """The same problem, with the optimizer's state on the host.
 
     Raises:
         PolicyError: the step has no optimizer state that can be moved.
@@ -34,7 +39,7 @@ def on_host(problem: Problem) -> Problem:
     args, kwargs = jax.tree.map(_shape, (problem.args, dict(problem.kwargs)))
     with problem.in_mesh():
         values = place_state(step, *args, **kwargs)
-    base = replace(problem.base, state_offload="optimizer", compiler_options=_options(problem))
+    base = replace(problem.base, state_offload="optimizer")
     return replace(
         problem,
         args=values[: len(args)],
@@ -51,14 +56,21 @@ def _shape(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
 
 
-def _options(problem: Problem) -> Any:
-    """The options of the problem's policy, and those without which nothing would be saved."""
+def _options(problem: Problem) -> list[CompilerOptions | None]:
+    """The options of the problem's policy, with each set that saves; several devices keep the scheduler."""
     own, platform = problem.base.options, platform_word(problem.platform)
-    name = _SCHEDULER.get(platform)
-    if name is None or name in flags_now() or (own is not None and name in own.by_name):
-        return own
-    values = {**({} if own is None else own.by_name), name: False}
-    return CompilerOptions(platform=platform, jax=jax_line(jax.__version__), values=tuple(sorted(values.items())))
+    here = {} if own is None else own.by_name
+    sets = [
+        each
+        for each in OPTIONS.get(platform, ())
+        if not each.keys() & (here.keys() | flags_now().keys())
+        and (problem.device_count == 1 or _SCHEDULER not in each)
+    ]
+    line = jax_line(jax.__version__)
+    made = [
+        CompilerOptions(platform=platform, jax=line, values=tuple(sorted({**here, **each}.items()))) for each in sets
+    ]
+    return [*made] or [own]
 
 
 def try_state_on_host(parsed: ParsedRequest, queue: CompileQueue) -> None:
@@ -74,12 +86,6 @@ def try_state_on_host(parsed: ParsedRequest, queue: CompileQueue) -> None:
         return
     best = chosen(queue.results.entries)[0]
     problem = best.compiler.problem
-    if platform_word(problem.platform) in _SCHEDULER and problem.device_count > 1:
-        queue.results.note(
-            "State on the host was not tried: several TPUs need the scheduler that hides latency for their collectives, and it "
-            "brings all of the state at once."
-        )
-        return
     try:
         compiler = Compiler(on_host(problem))
     except PolicyError as error:
@@ -87,15 +93,16 @@ def try_state_on_host(parsed: ParsedRequest, queue: CompileQueue) -> None:
         return
     alike = [entry for entry in queue.results.entries if entry.compiler is best.compiler]
     plain = min(alike, key=lambda entry: (cost(entry.candidate), bytes_or_inf(entry.candidate)))
-    for entry in dict.fromkeys((plain.candidate.policy, best.candidate.policy)):
-        before = next(each for each in alike if each.candidate.policy == entry)
-        _compile(compiler, before, queue)
+    for policy in dict.fromkeys((plain.candidate.policy, best.candidate.policy)):
+        before = next(each for each in alike if each.candidate.policy == policy)
+        for options in _options(problem):
+            _compile(compiler, replace(policy, state_offload="optimizer", compiler_options=options), before, queue)
 
 
-def _compile(compiler: Compiler, before: Entry, queue: CompileQueue) -> None:
+def _compile(compiler: Compiler, policy: StepPolicy, before: Entry, queue: CompileQueue) -> None:
     """One policy with the state on the host, dropped where it saves nothing."""
-    base = compiler.problem.base
-    policy = replace(before.candidate.policy, state_offload=base.state_offload, compiler_options=base.compiler_options)
+    if not queue.remaining:
+        return
     (made,) = queue.compile([(compiler, policy)])
     if made is None:
         return
@@ -103,7 +110,8 @@ def _compile(compiler: Compiler, before: Entry, queue: CompileQueue) -> None:
     was, now = before.candidate.step_bytes, made.step_bytes
     if was is None or now is None:
         return
-    state = f"{format_bytes(moved)} of optimizer state on the host"
+    words = "" if policy.options is None else f" under {policy.options.words}"
+    state = f"{format_bytes(moved)} of optimizer state on the host{words}"
     if now >= was:
         entries = queue.results.entries
         entries[:] = [each for each in entries if each.candidate is not made]
