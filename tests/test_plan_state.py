@@ -68,3 +68,13 @@ def test_a_step_whose_state_is_on_the_host_already_is_refused():
     step = jm.jit_step(train_step, jm.StepPolicy(state_offload="optimizer"))
     with pytest.raises(jm.PlanError, match="state_offload='optimizer' already"):
         jm.plan(step, *arguments(64), budget="1MiB")
+
+
+@pytest.mark.slow
+def test_a_divided_state_is_moved_by_each_device():
+    search = {**SEARCH, "sharding": ["fsdp"]}
+    plan = jm.plan(train_step, *arguments(), target="h100_sxm:4", mesh={"fsdp": 4}, budget="1MiB", search=search)
+    plain = next(each for each in plan.record.candidates if each.policy.state_offload is None)
+    moved = [each for each in plan.record.candidates if each.policy.state_offload is not None]
+    assert [each.policy.sharding for each in moved] == ["fsdp"]
+    assert plain.argument_bytes - moved[0].argument_bytes == STATE // 4

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.step_time import host_bytes
@@ -16,6 +17,11 @@ from tests.pasting import pasted, run
 WIDTH, LAYERS, STEPS = 32, 3, 5
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 POLICY = jm.StepPolicy(state_offload="optimizer")
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jm.make_mesh("fsdp=8")
 
 
 def loss_of(params, x):
@@ -194,3 +200,24 @@ def test_the_step_needs_fewer_bytes_on_hardware_with_a_host(target, options):
     assert moved > before / 2
     assert before - after >= 0.95 * moved
     assert host_bytes(step.traced(placed, {}).jaxpr) == 2 * moved
+
+
+@pytest.mark.core
+def test_a_divided_state_keeps_its_sharding(mesh):
+    losses = []
+    for policy in (jm.StepPolicy(sharding="fsdp"), jm.StepPolicy(sharding="fsdp", state_offload="optimizer")):
+        params, opt_state, x = start()
+        step = jm.jit_step(train_step, policy)
+        with jax.set_mesh(mesh):
+            params, opt_state = jax.device_put(
+                (params, opt_state), jm.infer_shardings((params, opt_state), mesh, policy)
+            )
+            if policy.state_offload is not None:
+                params, opt_state, x = jm.place_state(step, params, opt_state, x)
+            for _ in range(STEPS):
+                params, opt_state, loss = step(params, opt_state, x)
+        losses.append(float(loss))
+        moments = [leaf for leaf in jax.tree.leaves(opt_state) if leaf.ndim]
+        assert {leaf.sharding.spec for leaf in moments} == {P("fsdp")}
+    assert losses[0] == losses[1]
+    assert kinds(opt_state) == {"pinned_host"}

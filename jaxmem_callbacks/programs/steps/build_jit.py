@@ -197,7 +197,7 @@ def host_pins(
     traced = [(name, value) for name, value in arguments if name not in static]
     options = _options("static", static, function, arguments, len(args))
     results, leaves = _traced_if_needed(fetching(function), jit_options, traced, options, (args, kwargs))
-    return tuple(pins_on_host(traced, updated_arguments(traced, results), leaves or (), (), function))
+    return tuple(_pins(function, jit_options, traced, results, leaves))
 
 
 def pin(
@@ -212,6 +212,19 @@ def pin(
     Raises:
         PolicyError: there is no mesh, or the state lies elsewhere. The message has the line to type.
     """
+    pins = _pins(function, jit_options, traced, results, leaves)
+    jit_options.pins, jit_options.pinned_like = tuple(pins), _likeness(traced, pins)
+    require_pinned(traced, jit_options, function)
+
+
+def _pins(
+    function: Callable[..., Any],
+    jit_options: JitOptions,
+    traced: Sequence[tuple[str, Any]],
+    results: Any,
+    leaves: Sequence[Leaf] | None,
+) -> list[Pin]:
+    """Where the state must lie, by the user's word and by the policy."""
     updated = updated_arguments(traced, results)
     own = None
     if jit_options.state_shardings is not None:
@@ -221,8 +234,7 @@ def pin(
         pins += pins_of_policy(jit_options.policy, traced, updated, own, function)
     if jit_options.policy.state_offload is not None:
         pins = pins_on_host(traced, updated, leaves or (), pins, function)
-    jit_options.pins, jit_options.pinned_like = tuple(pins), _likeness(traced, pins)
-    require_pinned(traced, jit_options, function)
+    return pins
 
 
 def _likeness(arguments: Sequence[tuple[str, Any]], pins: Sequence[Pin]) -> tuple[Any, ...]:
