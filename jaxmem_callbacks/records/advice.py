@@ -397,7 +397,7 @@ _PLANS = (
     ),
     Advice(
         key="plan.search",
-        trigger="nothing fits, and microbatches, offload or chunks were not tried and can be had",
+        trigger="nothing fits, and microbatches, offload, chunks or state_offload were not tried and can be had",
         text="--search {search}",
         proof=Proof.COMPILED,
         tests=(

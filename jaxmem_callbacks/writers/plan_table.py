@@ -208,7 +208,8 @@ def _what_next(record: PlanRecord) -> str:
     """What may still fit, but for what was tried or cannot be had."""
     if record.remedies:
         return "Or plan for a smaller batch, more devices or a larger one."
-    if record.is_hopeless:
+    moved = any(each.policy.state_offload is not None for each in record.candidates)
+    if record.is_hopeless and not moved and not any("state_offload" in each for each in record.searches):
         beside = f" beside the {format_bytes(record.resident_bytes)} that stay" if record.resident_bytes else ""
         if record.least[1] != record.least_bytes:  # a batch is in it
             return f"No policy makes that fit{beside}: try a smaller batch, more devices or a larger one."
