@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmem_callbacks.analysis.buffer_changes import buffer_changes, changes_document
+from jaxmem_callbacks.analysis.comparing import buffer_changes, changes_document
 from jaxmem_callbacks.cli import other_jax
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.records.documents import as_text

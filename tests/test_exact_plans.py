@@ -13,12 +13,11 @@ import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.candidate_policies import candidates_for, other_numbers_for
 from jaxmem_callbacks.planning.choice import choose
 from jaxmem_callbacks.planning.compiles import Compiler, CompileResults
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget
-from jaxmem_callbacks.planning.search import RematSearch
+from jaxmem_callbacks.planning.search import RematSearch, candidates_for, other_numbers_for
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.transforms.remat import cut_equations
 from jaxmem_callbacks.transforms.tracing import flatten

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.candidate_policies import MOST_POLICIES
+from jaxmem_callbacks.planning.search import MOST_POLICIES
 from jaxmem_callbacks.planning.step_time import Speed, host_bytes, modelled_seconds
 from jaxmem_callbacks.records.errors import PolicyError
 from tests.comparisons import assert_close, stored_bytes

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.candidate_policies import MOST_POLICIES, candidates_for, offloading_policies
 from jaxmem_callbacks.planning.choice import with_offload
 from jaxmem_callbacks.planning.compiles import CompileBudget, CompileQueue, Compiler
 from jaxmem_callbacks.planning.orchestrate import offload
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget
+from jaxmem_callbacks.planning.search import MOST_POLICIES, candidates_for, offloading_policies
 from jaxmem_callbacks.planning.step_time import host_bytes
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.plans import Candidate

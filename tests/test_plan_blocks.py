@@ -11,11 +11,10 @@ import optax
 import pytest
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.candidate_policies import candidates_for
 from jaxmem_callbacks.planning.compiles import Compiler
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget
-from jaxmem_callbacks.planning.search import RematSearch
+from jaxmem_callbacks.planning.search import RematSearch, candidates_for
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.transforms.costs import jaxpr_flops
 from tests.said import Said

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
-from jaxmem_callbacks.planning.candidate_policies import CandidatePolicy, spread
 from jaxmem_callbacks.planning.choice import choose, pareto
+from jaxmem_callbacks.planning.search import CandidatePolicy, spread
 from jaxmem_callbacks.records.plans import Candidate
 from tests.sample_plans import candidate
 

@@ -11,8 +11,8 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.config.presets import parse_preset
 from jaxmem_callbacks.planning.choice import with_options
-from jaxmem_callbacks.planning.compile_limit import SLOP, note_limit, slop_for_budget
 from jaxmem_callbacks.planning.compiles import Compiler, CompileResults, Entry
+from jaxmem_callbacks.planning.option_candidates import SLOP, note_limit, slop_for_budget
 from jaxmem_callbacks.planning.overlap import waiting_seconds
 from jaxmem_callbacks.planning.plan import make_plan
 from jaxmem_callbacks.planning.problem import Problem

@@ -12,8 +12,16 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from jaxmem_callbacks.analysis.buffer_changes import BufferChanges, buffer_changes, changes_document
-from jaxmem_callbacks.analysis.comparing import Growth, growth, growth_document, growth_json, parse_share
+from jaxmem_callbacks.analysis.comparing import (
+    BufferChanges,
+    Growth,
+    buffer_changes,
+    changes_document,
+    growth,
+    growth_document,
+    growth_json,
+    parse_share,
+)
 from jaxmem_callbacks.cli.exit_codes import GREW, OK
 from jaxmem_callbacks.cli.other_jax import inspect_by, version_words
 from jaxmem_callbacks.cli.typed import place, whole

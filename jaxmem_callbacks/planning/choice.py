@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
-from jaxmem_callbacks.planning.compiles import Entry
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.units import format_extra
 
@@ -194,11 +193,6 @@ def cost(candidate: Candidate) -> float:
     return float(candidate.extra_flops) if candidate.modelled_s is None else candidate.modelled_s
 
 
-def has_options(entry: Entry) -> bool:
-    """Whether a candidate was compiled with other compiler options than the step's own."""
-    return entry.candidate.policy.options != entry.compiler.problem.base.options
-
-
 def _most_rows(candidate: Candidate) -> tuple[float, float, float]:
     return -(candidate.batch_rows or 0), *_time(candidate)
 
@@ -207,16 +201,33 @@ def _time(candidate: Candidate) -> tuple[float, float]:
     return (math.inf if candidate.modelled_s is None else candidate.modelled_s), bytes_or_inf(candidate)
 
 
-def chosen(entries: Sequence[Entry]) -> tuple[Entry, str]:
+class Compiled(Protocol):
+    """A candidate, and whether it was compiled with other compiler options than the step's own."""
+
+    @property
+    def candidate(self) -> Candidate:
+        """What its compiler made of the step."""
+        ...
+
+    @property
+    def has_options(self) -> bool:
+        """Whether options differ."""
+        ...
+
+
+_Compiled = TypeVar("_Compiled", bound=Compiled)
+
+
+def chosen(entries: Sequence[_Compiled]) -> tuple[_Compiled, str]:
     """What to use of all that was compiled, and why."""
     every = entries
     moved = [entry.candidate for entry in every if entry.candidate.policy.state_offload is not None]
     entries = [entry for entry in entries if entry.candidate.policy.state_offload is None] or entries
-    plain = [entry for entry in entries if not has_options(entry)]
+    plain = [entry for entry in entries if not entry.has_options]
     staying = [entry for entry in plain if not entry.candidate.policy.offload] or plain
     index, reason = choose([entry.candidate for entry in staying])
     best, why = with_offload(staying[index].candidate, [entry.candidate for entry in plain])
-    best, by_options = with_options(best, [entry.candidate for entry in entries if has_options(entry)])
+    best, by_options = with_options(best, [entry.candidate for entry in entries if entry.has_options])
     best, by_state = with_state_on_host(best, moved)
     why = by_state or by_options or why
     return next(entry for entry in every if entry.candidate is best), why or reason

@@ -385,6 +385,11 @@ class Entry:
     compiler: Compiler
     candidate: Candidate
 
+    @property
+    def has_options(self) -> bool:
+        """Whether it was compiled with other compiler options than the step's own."""
+        return self.candidate.policy.options != self.compiler.problem.base.options
+
 
 @final
 class CompileBudget:

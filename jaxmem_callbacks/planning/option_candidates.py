@@ -1,22 +1,28 @@
-"""Candidate compiler options of a step: what was compiled without them, once more with options that move bytes."""
+"""Candidate compiler options of a step: what was compiled without them, once more with options that move bytes.
+
+One of them is the slop: the part of a GPU's memory for which its compiler plans. Beyond it XLA computes again by itself, whatever
+a policy keeps.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 import jax
 
 from jaxmem_callbacks._compat.jit_settings import compiler_options_of
-from jaxmem_callbacks.planning.choice import bytes_or_inf, chosen, cost, has_options
-from jaxmem_callbacks.planning.compile_limit import SLOP, slop_for_budget
-from jaxmem_callbacks.planning.compiles import CompileQueue, Entry
+from jaxmem_callbacks.environment.process import FRACTION
+from jaxmem_callbacks.planning.choice import bytes_or_inf, chosen, cost
+from jaxmem_callbacks.planning.compiles import CompileQueue, CompileResults, Entry
 from jaxmem_callbacks.planning.problem import ParsedRequest, Problem, own_jit
 from jaxmem_callbacks.planning.request import Space
 from jaxmem_callbacks.programs.steps.program import flags_now
+from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import CompilerOptions, OptionValue, StepPolicy, jax_line, platform_word
+from jaxmem_callbacks.records.units import format_bytes
 
 Row: TypeAlias = Mapping[str, OptionValue]
 _Try: TypeAlias = tuple[Entry, StepPolicy]
@@ -42,6 +48,10 @@ _MOST = 4  # compiles of those that are known
 _OPTIMISTIC = 0.3
 # What other options leave, as a part of what the first that were tried left: in no family less.
 _LESS = 0.95
+SLOP = "xla_gpu_memory_limit_slop_factor"
+_DEFAULT_SLOP = 95  # percent, XLA's own
+_NEAR = 0.95  # of the limit: what is closer may cross it with another batch or another compiler
+_MOST_OF_A_GPU = 0.95  # the rest is CUDA's context, its libraries' and NCCL's
 
 
 def known_options(platform: str, devices: int) -> tuple[Row, ...]:
@@ -85,7 +95,7 @@ def try_options(parsed: ParsedRequest, queue: CompileQueue) -> None:
 def _next(parsed: ParsedRequest, queue: CompileQueue) -> _Try | None:
     """What to compile next; None where nothing that is left can be better than what is known."""
     entries = queue.results.entries
-    bases = [each for each in entries if not has_options(each) and each.candidate.temp_bytes is not None]
+    bases = [each for each in entries if not each.has_options and each.candidate.temp_bytes is not None]
     left = [
         one
         for entry in bases
@@ -153,3 +163,82 @@ def _foreseen(one: _Try, entries: Sequence[Entry]) -> float:
             parts[is_same] = min(parts.get(is_same, math.inf), temporaries / before)
     left = parts.get(True, parts.get(False, _OPTIMISTIC / _LESS) * _LESS)
     return (base.need_bytes or 0) - (1 - left) * (base.temp_bytes or 0)
+
+
+def slop_for_budget(candidate: Candidate, problem: Problem) -> int | None:
+    """The slop in percent at which the compiler of a step plans its temporaries for the budget, and no more.
+
+    Returns:
+        None where the step is for no GPU, there is no budget, or its arguments and results alone are too much.
+    """
+    budget = problem.budget
+    if platform_word(problem.platform) != "gpu" or budget.bytes is None or budget.limit_bytes is None:
+        return None
+    outside = _outside(candidate)
+    room, whole = budget.bytes - problem.resident_bytes - outside, budget.limit_bytes - outside
+    slop = math.floor(100 * room / whole) if 0 < room <= whole else 0
+    return slop or None
+
+
+def note_limit(results: CompileResults, best: Entry) -> None:
+    """Note where a step stands at the limit for which XLA plans a GPU's memory, and which settings avoid it.
+
+    At run time that is what JAX's allocator takes, less the arguments and results of the step, times the slop. Where temporaries
+    take more, XLA computes instructions again: the step is slower, and no policy's bytes are its own.
+    """
+    problem, candidate = best.compiler.problem, best.candidate
+    usable = problem.budget.limit_bytes
+    if platform_word(problem.platform) != "gpu" or usable is None or candidate.temp_bytes is None:
+        return
+    slop, outside = _slop_of(candidate), _outside(candidate)
+    limit = (usable - outside) * slop / 100
+    temporaries = _free_of_recomputation(candidate, (entry.candidate for entry in results.entries))
+    if not candidate.compiler_remat and candidate.temp_bytes <= _NEAR * limit:
+        return
+    crossed = bool(candidate.compiler_remat) or candidate.temp_bytes > limit
+    results.note(
+        f"This step {'is beyond' if crossed else 'stands at'} the limit for which XLA plans: {format_bytes(int(limit))} of "
+        f"temporaries, {slop}% (the slop) of the {format_bytes(usable)} that JAX takes less {format_bytes(outside)} of arguments "
+        f"and results; beyond it XLA computes instructions again by itself. {_avoiding(temporaries, outside, problem)}"
+    )
+
+
+def _avoiding(temporaries: int | None, outside: int, problem: Problem) -> str:
+    """Which fraction and slop leave room for a step's temporaries."""
+    budget = problem.budget
+    if temporaries is None:
+        return "How far beyond it is, a compile under a larger slop shows: search compiler options."
+    room = (budget.limit_bytes or 0) - outside
+    ways: list[str] = []
+    if budget.device_bytes is not None:
+        fraction = math.ceil(100 * (temporaries * 100 / _DEFAULT_SLOP / _NEAR + outside) / budget.device_bytes) / 100
+        ways += [f"{FRACTION} of {fraction:g} or more"] if fraction <= _MOST_OF_A_GPU else []
+    if temporaries <= room:
+        ways.append(f"a slop of {math.ceil(100 * temporaries / room)} or more")
+    if not ways:
+        return f"Its {format_bytes(temporaries)} need more than the GPU has: only fewer bytes avoid it."
+    return f"What avoids it, for its {format_bytes(temporaries)}: {', or '.join(ways)}."
+
+
+def _outside(candidate: Candidate) -> int:
+    """Bytes of arguments and results, those that share memory counted once."""
+    return (candidate.argument_bytes or 0) + (candidate.output_bytes or 0) - (candidate.alias_bytes or 0)
+
+
+def _slop_of(candidate: Candidate) -> int:
+    options = candidate.policy.options
+    given = _DEFAULT_SLOP if options is None else options.by_name.get(SLOP, _DEFAULT_SLOP)
+    try:
+        return int(given)
+    except ValueError:  # its compiler has said so
+        return _DEFAULT_SLOP
+
+
+def _free_of_recomputation(candidate: Candidate, known: Iterable[Candidate]) -> int | None:
+    """Temporaries of the step where the compiler computes nothing again; None where it was not compiled so."""
+
+    def alike(each: Candidate) -> bool:
+        return replace(each.policy, compiler_options=None) == replace(candidate.policy, compiler_options=None)
+
+    sizes = [each.temp_bytes for each in (candidate, *known) if alike(each) and not each.compiler_remat]
+    return min((size for size in sizes if size is not None), default=None)

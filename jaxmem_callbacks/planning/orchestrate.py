@@ -15,7 +15,6 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxmem_callbacks.planning.bisect import last_that_fits
-from jaxmem_callbacks.planning.candidate_policies import MOST_POLICIES, cuts_moved, offloading_policies
 from jaxmem_callbacks.planning.choice import chosen, rank
 from jaxmem_callbacks.planning.chunk_candidates import MOST_CHUNKS, ChunkSearch
 from jaxmem_callbacks.planning.compiles import MOST_OF_REMAT, CompileQueue, Compiler, Entry
@@ -33,7 +32,7 @@ from jaxmem_callbacks.planning.problem import (
     with_rows,
 )
 from jaxmem_callbacks.planning.request import BatchSizes, Space
-from jaxmem_callbacks.planning.search import RematSearch
+from jaxmem_callbacks.planning.search import MOST_POLICIES, RematSearch, cuts_moved, offloading_policies
 from jaxmem_callbacks.planning.sharding_candidates import layouts
 from jaxmem_callbacks.planning.state_candidates import MOST_OF_STATE, try_state_on_host
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory

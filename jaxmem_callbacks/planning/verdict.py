@@ -9,17 +9,16 @@ from typing import Any
 import jax
 
 from jaxmem_callbacks.environment.process import FRACTION
-from jaxmem_callbacks.planning.candidate_policies import cuts_moved
 from jaxmem_callbacks.planning.chunk_candidates import FIRST_CHUNKS, largest_value
-from jaxmem_callbacks.planning.compile_limit import note_limit
 from jaxmem_callbacks.planning.compiles import CompileQueue, CompileResults, Entry
-from jaxmem_callbacks.planning.option_candidates import known_options
+from jaxmem_callbacks.planning.option_candidates import known_options, note_limit
 from jaxmem_callbacks.planning.problem import (
     ParsedRequest,
     find_rows,
     own_jit,
     traced_with_rows,
 )
+from jaxmem_callbacks.planning.search import cuts_moved
 from jaxmem_callbacks.planning.state_candidates import can_be_moved
 from jaxmem_callbacks.programs.causes import causes_of
 from jaxmem_callbacks.programs.steps.program import large_constants

@@ -365,6 +365,7 @@ def _text(path: Path) -> str:
 
 _CAUSES = 10  # `raise ... from ...` again and again
 # JAX's own is a RuntimeError; of other types a name in passing is no proof.
+_WORDS = 300  # characters of an error in one line
 _OF_RUNTIMES = (RuntimeError, MemoryError, OSError)
 # An error of the user's own function, which the runtime wraps; it has a text of its own.
 _OF_A_CALLBACK = ("CpuCallback error", "Traceback (most recent call last)")
@@ -476,3 +477,8 @@ def oom_facts(error: BaseException) -> OomFacts | None:
     """The facts that an out-of-memory exception states, or None for any other. It keeps nothing of the call."""
     failure = oom_failure(error)
     return None if failure is None else failure.facts
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_WORDS]

@@ -24,11 +24,12 @@ from jaxmem_callbacks.records.errors import JaxmemError
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.presets import Preset, RecoveryMove, RecoveryReport, RecoverySettings
+from jaxmem_callbacks.recovery.failure import first_line
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement
 from jaxmem_callbacks.recovery.ladder.checkpoints import CheckpointFolder
 from jaxmem_callbacks.recovery.ladder.fallback import FailedStep, Fallback, frontier_below
 from jaxmem_callbacks.recovery.ladder.notify import EventSink, Notifier
-from jaxmem_callbacks.recovery.ladder.runner import StepAttempt, StepBuilder, StepRunner, first_line
+from jaxmem_callbacks.recovery.ladder.runner import StepAttempt, StepBuilder, StepRunner
 from jaxmem_callbacks.recovery.snapshots import InputBuffer, Inputs, SnapshotStore
 from jaxmem_callbacks.transforms.policy import Gradients
 from jaxmem_callbacks.transforms.sharding.infer import require_shardings

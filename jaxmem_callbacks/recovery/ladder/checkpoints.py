@@ -15,8 +15,7 @@ from jaxmem_callbacks.records.errors import RecoveryError, RecoveryWarning
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.terminal import shown
-from jaxmem_callbacks.recovery.failure import oom_facts
-from jaxmem_callbacks.recovery.ladder.runner import first_line
+from jaxmem_callbacks.recovery.failure import first_line, oom_facts
 from jaxmem_callbacks.recovery.snapshots import DiskSnapshot, HostSnapshot, refuse_objects
 from jaxmem_callbacks.transforms.frameworks import Checkpoints, checkpoints_in
 

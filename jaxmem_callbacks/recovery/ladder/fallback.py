@@ -19,10 +19,10 @@ from jaxmem_callbacks.records.policies import StepPolicy, policy_words
 from jaxmem_callbacks.records.presets import RecoveryMove, RecoverySettings, Rung
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.recovery.defragment import defragment
-from jaxmem_callbacks.recovery.failure import oom_facts
+from jaxmem_callbacks.recovery.failure import first_line, oom_facts
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement
 from jaxmem_callbacks.recovery.ladder.checkpoints import CheckpointFolder
-from jaxmem_callbacks.recovery.ladder.runner import StepAttempt, StepBuilder, StepRunner, first_line, rows_of
+from jaxmem_callbacks.recovery.ladder.runner import StepAttempt, StepBuilder, StepRunner, rows_of
 from jaxmem_callbacks.recovery.snapshots import HostSnapshot, InputBuffer, Inputs, SnapshotStore
 from jaxmem_callbacks.transforms.tracing import is_weak
 

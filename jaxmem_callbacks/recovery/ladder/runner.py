@@ -23,7 +23,7 @@ from jaxmem_callbacks.records.errors import (
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.recovery.failure import oom_facts
+from jaxmem_callbacks.recovery.failure import first_line, oom_facts
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement, Message
 from jaxmem_callbacks.recovery.ladder.notify import Notifier
 from jaxmem_callbacks.recovery.snapshots import Inputs
@@ -33,7 +33,6 @@ from jaxmem_callbacks.transforms.tracing import is_key
 How = Literal["ok", "oom_facts", "stuck", "refused"]
 _LISTEN_S = 0.25
 _SHORTEST_S, _LONGEST_S = 0.0001, 0.002
-_WORDS = 300
 
 
 @dataclass(slots=True)
@@ -111,11 +110,6 @@ def run_step(  # noqa: PLR0913 - a run, and what is known of it
             raised.__traceback__
         )  # they hold the arrays of the call; the lines of the traceback stay
     return StepAttempt(result, error, agreement.exchange({"how": how, "text": text, "near": near}))
-
-
-def first_line(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:_WORDS]
 
 
 def _is_complete(result: Any, agreement: Agreement, grace_s: float) -> bool:
