@@ -377,3 +377,15 @@ def test_figures_of_compiler_options_are_those_of_the_file():
     assert found["compiles"] <= 4
     text = " ".join((ROOT / "docs" / "plan_search.md").read_text().split())
     assert f"need {min(parts):.2f} to {max(parts):.2f} of the bytes with other options, {mean:.2f} in the" in text
+
+
+def test_figures_of_a_state_on_the_host_are_those_of_the_file():
+    """The share of the moved bytes that the peak falls by; nothing on the CPU."""
+    rows = result("state_offload")["rows"]
+    assert {row["less_bytes"] for row in rows if row["target"] == "cpu"} == {0}
+    table = [line for line in (ROOT / "docs" / "state_offload.md").read_text().splitlines() if " MiB | " in line]
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    for line, model in zip(table, models, strict=True):
+        shares = [row["share"] for row in rows if row["model"] == model and row["target"] != "cpu"]
+        written = [float(cell) for cell in line.split("|")[3:-1]]
+        assert written == pytest.approx(shares, abs=0.001), model
