@@ -284,6 +284,29 @@ def test_a_plugin_of_another_jax_is_refused_and_of_this_one_accepted(tmp_path, m
     require_compiler("cuda", "h100_sxm", install(importlib.metadata.version("jax")))
 
 
+@pytest.mark.core
+@pytest.mark.parametrize(
+    ("tag", "is_refused"),
+    [("cp399-cp399", True), ("cp399-abi3", False), ("py3-none", False), ("", False), ("own", False)],
+)
+def test_a_plugin_of_another_python_is_refused(tag, is_refused, tmp_path):
+    own = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    jax = importlib.metadata.version("jax")
+    for package in ("jax_cuda12_plugin", "jax_cuda12_pjrt"):
+        folder = tmp_path / f"{package}-{jax}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {jax}\n")
+        if tag:
+            name = f"{own}-{own}" if tag == "own" else tag
+            (folder / "WHEEL").write_text(f"Wheel-Version: 1.0\nTag: {name}-manylinux_2_27_x86_64\n")
+    if not is_refused:
+        require_compiler("cuda", "h100_sxm", [str(tmp_path)])
+        return
+    said = rf"jax-cuda12-plugin is built for cp399, .*this Python is {own}. Type: jaxmem targets --install gpu$"
+    with pytest.raises(TargetError, match=said):
+        require_compiler("cuda", "h100_sxm", [str(tmp_path)])
+
+
 @pytest.mark.parametrize(
     ("name", "larger"),
     [

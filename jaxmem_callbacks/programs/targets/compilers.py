@@ -24,6 +24,8 @@ _VARIABLE = "JAXMEM_TARGET_PATH"
 PLATFORMS = {"tpu": "tpu", "gpu": "cuda"}
 # As JAX's own metadata ask for a TPU's compiler: libtpu==0.0.50.*; extra == "tpu"
 _PIN = re.compile(r"""libtpu\s*\(?(==[\w.]+(?:\.\*)?)\)?\s*;.*\bextra == ['"]tpu['"]""")
+# As a wheel's metadata name one Python and its own binary interface: Tag: cp312-cp312-manylinux_2_27_x86_64
+_TAG = re.compile(r"^Tag: (cp\d+)-\1-", re.MULTILINE)
 # Per platform, the packages that belong together; the first complete set is used.
 _PACKAGES = {
     "tpu": (("libtpu",),),
@@ -144,7 +146,7 @@ def compiler_versions(platform: str, path: Sequence[str] | None = None) -> dict[
 
 
 def require_compiler(platform: str, target: str, path: Sequence[str] | None = None) -> None:
-    """Refuse a target whose compiler is missing or belongs to another JAX.
+    """Refuse a target whose compiler is missing, or belongs to another JAX or Python.
 
     Args:
         platform: ``tpu`` or ``cuda``.
@@ -154,6 +156,7 @@ def require_compiler(platform: str, target: str, path: Sequence[str] | None = No
     Raises:
         TargetError: in one line, with what to type.
     """
+    path = [*sys.path, *target_folders()] if path is None else path
     found = compiler_versions(platform, path)
     jax = _version("jax", sys.path)
     if not found:
@@ -167,6 +170,14 @@ def require_compiler(platform: str, target: str, path: Sequence[str] | None = No
     if wrong:
         given = ", ".join(f"{name} {version}" for name, version in wrong.items())
         msg = f"Target {target!r}: {given} does not belong to jax {jax}. Type: {_how_to_replace(platform)}"
+        raise TargetError(msg)
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    others = {
+        name: built for name in found if platform == "cuda" and (built := _built_for(name, path)) not in ("", python)
+    }
+    if others:
+        given = ", ".join(f"{name} is built for {built}" for name, built in others.items())
+        msg = f"Target {target!r}: {given}, and this Python is {python}. Type: {_how_to_replace(platform)}"
         raise TargetError(msg)
 
 
@@ -193,3 +204,10 @@ def _version(package: str, path: Sequence[str]) -> str | None:
     """Version of an installed package, by its metadata on ``path``."""
     found = next(iter(importlib.metadata.distributions(name=package, path=list(path))), None)
     return found.version if found else None
+
+
+def _built_for(package: str, path: Sequence[str]) -> str:
+    """The Python that an installed package holds machine code for, such as ``cp312``; empty where it runs in any."""
+    found = next(iter(importlib.metadata.distributions(name=package, path=list(path))), None)
+    tag = _TAG.search((found and found.read_text("WHEEL")) or "")
+    return tag[1] if tag else ""
