@@ -127,7 +127,7 @@ def test_bash_completes_by_the_script(tmp_path, capsys):
     assert done.stdout.split() == ["compare", "completion"], done.stderr
 
 
-def test_without_the_package_completion_names_the_extra(monkeypatch, capsys):
+def test_without_the_package_completion_names_it(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 2
-    assert "The extra `completion` brings it" in capsys.readouterr().err
+    assert "the package shtab, which writes such scripts, is not installed here" in capsys.readouterr().err

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         shtab = importlib.import_module("shtab")
     except ModuleNotFoundError as error:
-        msg = "the package shtab, which writes such scripts, is not installed here. The extra `completion` brings it."
+        msg = "the package shtab, which writes such scripts, is not installed here. pip installs it by that name."
         raise JaxmemError(msg) from error
     parser, _ = args.parser_of_all()
     (commands,) = (each for each in parser._actions if isinstance(each.choices, dict))  # noqa: SLF001 - no other way
