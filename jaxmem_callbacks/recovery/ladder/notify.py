@@ -57,15 +57,16 @@ class Notifier:
         self.event("recovery", move.step, message, action, rung=move.rung or "none", from_step=move.from_step)
 
     def event(self, kind: EventKind, step: int, message: str, action: str, **figures: float | str) -> None:
-        """Print a line on stderr and record an event."""
-        self.line(f"{message} {action}")
-        if self._monitor is not None:
-            first = jax.local_devices()[0]
-            label = f"{first.platform}:{first.id}"
-            event = MemoryEvent(
-                kind=kind, step=step, time_s=time.time(), device=label, message=message, action=action, figures=figures
-            )
-            self._monitor.tell(event)
+        """Record an event, which the monitor logs; without a monitor print a line on stderr."""
+        if self._monitor is None:
+            self.line(f"{message} {action}")
+            return
+        first = jax.local_devices()[0]
+        label = f"{first.platform}:{first.id}"
+        event = MemoryEvent(
+            kind=kind, step=step, time_s=time.time(), device=label, message=message, action=action, figures=figures
+        )
+        self._monitor.tell(event)
 
 
 def _processes(failed_on: tuple[int, ...]) -> str:
