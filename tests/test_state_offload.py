@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.step_time import host_bytes
+from jaxmem_callbacks.records.units import format_bytes
 from tests.pasting import pasted, run
 
 WIDTH, LAYERS, STEPS = 32, 3, 5
@@ -221,3 +222,15 @@ def test_a_divided_state_keeps_its_sharding(mesh):
         assert {leaf.sharding.spec for leaf in moments} == {P("fsdp")}
     assert losses[0] == losses[1]
     assert kinds(opt_state) == {"pinned_host"}
+
+
+@pytest.mark.targets
+@pytest.mark.parametrize("function", [train_step, momentum_step])
+def test_a_state_on_the_host_is_named_and_no_sum_is_doubted(function):
+    params, opt_state, x = start()
+    given = (params, opt_state, x) if function is train_step else (params["w0"], jnp.zeros_like(params["w0"]), x)
+    step = jm.jit_step(function, POLICY)
+    memory = jm.step_memory(step, *jm.place_state(step, *given), target="h100_sxm")
+    name = "opt_state" if function is train_step else "velocity"
+    size = format_bytes(sum(leaf.nbytes for leaf in jax.tree.leaves(given[1]) if leaf.ndim))
+    assert memory.warnings == (f"{size} of {name} wait in host memory. The step's bytes are without them.",)

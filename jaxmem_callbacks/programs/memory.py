@@ -437,6 +437,7 @@ def _warnings(step: JitStep, program: Program) -> tuple[str, ...]:
     found += step.notes
     if step.policy.offloaded and program.memory is not None and not program.memory.host_temp_bytes:
         found.append(_offloads_nothing(program.memory))
+    found += _waiting_on_host(program)
     if jax.config.jax_debug_nans:  # pyright: ignore[reportAttributeAccessIssue] - 0.10
         found.append("jax_debug_nans is on: JAX donates nothing while it is.")
     return (*found, *_cross_check(program))
@@ -462,11 +463,22 @@ def _offloads_nothing(memory: ProgramMemory) -> str:
     )
 
 
+def _waiting_on_host(program: Program) -> list[str]:
+    """A sentence on the arguments that are no part of the step's bytes; none on a CPU, whose memory is the host's."""
+    waiting = [use for use in program.uses if use.on_host]
+    if not waiting or program.memory is None or program.memory.platform == "cpu":
+        return []
+    names = ", ".join(dict.fromkeys(use.argument for use in waiting))
+    size = format_bytes(sum(use.bytes for use in waiting))
+    return [f"{size} of {names} wait in host memory. The step's bytes are without them."]
+
+
 def _cross_check(program: Program) -> tuple[str, ...]:
     """Aliases by argument against the compiler's own sum, where sizes are not padded."""
     if program.memory is None or program.memory.platform == "tpu" or any(use.aliased is None for use in program.uses):
         return ()
-    ours, theirs = sum(use.bytes for use in program.uses if use.aliased), program.memory.alias_bytes
+    counted = [use for use in program.uses if use.aliased and (not use.on_host or program.memory.platform == "cpu")]
+    ours, theirs = sum(use.bytes for use in counted), program.memory.alias_bytes
     if abs(ours - theirs) <= theirs // 100 + 64 * len(program.uses):
         return ()
     return (

@@ -203,6 +203,7 @@ def _readers_last(arguments: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]
 
 
 _SHOWN = 8
+PINNED_HOST = "pinned_host"  # JAX's name of the host's memory that a device reads and writes by itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,6 +221,7 @@ class LeafUse:
         used: Whether the program takes it at all.
         aliased: Whether a result reuses its memory, or None where the program does not show it.
         passing: Whether it is donated and no state, as `Leaf.passing`.
+        on_host: Whether it waits in pinned host memory, and so is no part of what a device holds.
         lost: Why a requested donation is not happening, or None.
         remedy: What to type against it, or None.
     """
@@ -234,6 +236,7 @@ class LeafUse:
     used: bool
     aliased: bool | None
     passing: bool = False
+    on_host: bool = False
     lost: str | None = None
     remedy: str | None = None
 
@@ -310,6 +313,11 @@ def leaf_uses(  # noqa: PLR0913 - what the call and the compile know, each once
     return tuple(uses)
 
 
+def is_on_host(place: Any) -> bool:
+    """Whether a sharding is in the host's memory; None, of an argument that is dropped, is not."""
+    return getattr(place, "memory_kind", None) == PINNED_HOST
+
+
 def unread(leaf: Leaf, placed: Any) -> LeafUse:
     """An array before its program is read: what it is, and nothing of what becomes of it.
 
@@ -326,6 +334,7 @@ def unread(leaf: Leaf, placed: Any) -> LeafUse:
         bytes=leaf.bytes_under(placed),
         requested=leaf.donated,
         passing=leaf.passing,
+        on_host=is_on_host(placed),
         used=False,
         aliased=None,
     )

@@ -10,15 +10,13 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Sharding, SingleDeviceSharding
 
-from jaxmem_callbacks.programs.steps.donation import Place, result_elements
+from jaxmem_callbacks.programs.steps.donation import PINNED_HOST, Place, is_on_host, result_elements
 from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments, written_arguments
 from jaxmem_callbacks.programs.steps.placement import Pin
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER
 from jaxmem_callbacks.transforms.frameworks import framework_of
-
-_HOST = "pinned_host"
 
 
 def fetching(function: Callable[..., Any], pins: Sequence[Pin] = ()) -> Callable[..., Any]:
@@ -54,7 +52,7 @@ def _fetched(value: Any, shardings: Any) -> Any:
 
 def _copied(leaf: Any, place: Any) -> Any:
     on_host = isinstance(leaf, Tracer) and getattr(leaf.aval, "memory_space", None) == jax.memory.Space.Host
-    return jax.device_put(leaf, jax.memory.Space.Device) if on_host or _is_host(place) else leaf
+    return jax.device_put(leaf, jax.memory.Space.Device) if on_host or is_on_host(place) else leaf
 
 
 def _sent(node: Any, here: Place, places: Mapping[Place, Any]) -> Any:
@@ -63,7 +61,7 @@ def _sent(node: Any, here: Place, places: Mapping[Place, Any]) -> Any:
         leaves, tree = jax.tree.flatten(node)
         shardings = _each(places[here], tree)
         moved = [
-            jax.device_put(leaf, jax.memory.Space.Host) if _is_host(place) else leaf
+            jax.device_put(leaf, jax.memory.Space.Host) if is_on_host(place) else leaf
             for leaf, place in zip(leaves, shardings, strict=True)
         ]
         return jax.tree.unflatten(tree, moved)
@@ -76,10 +74,6 @@ def _sent(node: Any, here: Place, places: Mapping[Place, Any]) -> Any:
 def _each(shardings: Any, tree: Any) -> list[Any]:
     """The shardings of a pin, one for each array of its tree."""
     return [shardings] * tree.num_leaves if isinstance(shardings, Sharding) else tree.flatten_up_to(shardings)
-
-
-def _is_host(place: Any) -> bool:
-    return getattr(place, "memory_kind", None) == _HOST
 
 
 def pins_on_host(
@@ -143,7 +137,7 @@ def pins_on_host(
 def _on_host(place: Any) -> Sharding:
     """The same place in host memory; of what lies nowhere yet, that of the device on which JAX puts it."""
     known = place if isinstance(place, Sharding) else SingleDeviceSharding(jax.devices()[0])
-    return known.with_memory_kind(_HOST)
+    return known.with_memory_kind(PINNED_HOST)
 
 
 def _move(arguments: Sequence[tuple[str, Any]], step: Callable[..., Any]) -> str:
@@ -165,7 +159,7 @@ def placed(pins: Sequence[Pin], arguments: Sequence[tuple[str, Any]]) -> dict[st
 
 
 def _laid(leaf: Any, place: Any) -> Any:
-    if not _is_host(place):
+    if not is_on_host(place):
         return leaf
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
