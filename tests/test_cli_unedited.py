@@ -48,7 +48,7 @@ def jax_functions() -> list[Any]:
 def test_a_step_is_found_and_planned_as_it_is_written(kind: str, tmp_path: Path, capsys: Any) -> None:
     script = written(tmp_path, SCRIPTS[kind])
     before = jax_functions()
-    assert main(["plan", script, "--target", "cpu", "--budget", "2MiB"]) in (0, 2)
+    assert main(["plan", script, "--target", "cpu", "--budget", "2MiB"]) in (0, 3)
     told = capsys.readouterr().out
     assert "Plan of train_step for attached" in told
     assert "Remat was not tried" not in told
@@ -376,7 +376,7 @@ for at in range(3):
 def test_a_method_of_an_equinox_module_is_wrapped_where_it_is_defined(tmp_path: Path, capsys: Any) -> None:
     """Equinox hands the call on, so that its own frame lies between the script and the step."""
     script = written(tmp_path, METHOD)
-    assert main(["plan", script, "--budget", "4MiB", "--search", "microbatches=4"]) in (0, 2)
+    assert main(["plan", script, "--budget", "4MiB", "--search", "microbatches=4"]) in (0, 3)
     told = capsys.readouterr().out
     (place, line) = re.search(
         r"# above \S*train\.py:(\d+)\n +(Trainer\.make_step = jm\.jit_step\(.*\))\n", told
@@ -420,7 +420,7 @@ for _ in range(3):
 
 def test_a_decorator_above_a_jit_is_not_jitted(tmp_path: Path, capsys: Any) -> None:
     """Around it, a line would run its own work once, in the trace."""
-    assert main(["plan", written(tmp_path, DECORATED), "--budget", "2MiB", "--search", "microbatches=4"]) in (0, 2)
+    assert main(["plan", written(tmp_path, DECORATED), "--budget", "2MiB", "--search", "microbatches=4"]) in (0, 3)
     told = capsys.readouterr().out
     assert "jm.jit_step(" not in told.partition("To train so:")[2]
     assert "# Wrap the jit of train_step by jm.jit_step with this policy, where it is made" in told
