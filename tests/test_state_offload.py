@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -148,6 +150,32 @@ def test_a_step_without_optimizer_state_is_refused():
         jm.jit_step(forward, POLICY)(params, x)
     with pytest.raises(jm.PolicyError, match="would do nothing"):
         jm.place_state(forward, params, x)
+
+
+class Trained(NamedTuple):
+    params: Any
+    opt_state: Any
+
+
+@pytest.mark.parametrize(
+    ("hidden", "plain"),
+    [
+        (Trained, lambda params, opt_state: (params, opt_state)),
+        (lambda params, opt_state: {"a": [[params, opt_state]]}, lambda params, opt_state: {"a": [params, opt_state]}),
+        (lambda params, opt_state: ((Trained(params, opt_state),),), lambda params, opt_state: (params, opt_state)),
+    ],
+)
+def test_a_state_that_is_returned_out_of_sight_is_found_where_the_error_asks_for_it(hidden, plain):
+    params, opt_state, x = start()
+
+    def steps(into):
+        return lambda params, opt_state, x: into(*train_step(params, opt_state, x)[:2])
+
+    with pytest.raises(jm.PolicyError, match=r"in a plain tuple, list or dictionary, at most two deep\."):
+        jm.place_state(steps(hidden), params, opt_state, x)
+    step = jm.jit_step(steps(plain), POLICY)
+    results = step(*jm.place_state(step, params, opt_state, x))
+    assert kinds(results) == {"pinned_host", params["w0"].sharding.memory_kind}
 
 
 def test_what_is_no_outermost_jit_of_the_library_is_refused():

@@ -128,7 +128,8 @@ def pins_on_host(
         names = ", ".join(argument for argument, _ in arguments)
         msg = (
             f"state_offload='optimizer' would do nothing: no argument that {name} returns updated holds arrays of an optimizer's "
-            f"state (arguments: {names}). Take Optax's state as an argument and return its update, or leave state_offload out."
+            f"state (arguments: {names}). Take Optax's state as an argument and return its update by itself or in a plain tuple, "
+            "list or dictionary, at most two deep. Or leave state_offload out."
         )
         raise PolicyError(msg)
     return [*others.values(), *made]
