@@ -348,7 +348,11 @@ def test_a_module_of_a_package_that_is_typed_by_its_path_is_named(
 def test_another_import_that_fails_is_no_module_of_a_package(
     in_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for line in ("import nowhere_at_all", "from jax import nothing_like_it", "from json.nowhere import x"):
+    (in_folder / "broken").mkdir()
+    (in_folder / "broken/__init__.py").write_text("from .inner import nothing_like_it\n")
+    (in_folder / "broken/inner.py").write_text("")
+    lines = ("import nowhere_at_all", "from jax import nothing_like_it", "from json.nowhere import x", "import broken")
+    for line in lines:
         (in_folder / "train.py").write_text(line + "\n")
         assert main(["inspect", "train.py"]) == 1
         assert capsys.readouterr().err.endswith("its own traceback is above.\n")

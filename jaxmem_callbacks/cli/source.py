@@ -21,6 +21,7 @@ _AS_MODULE = "-m "
 _NOTEBOOK = ".ipynb"
 # Lines of a notebook's cell that are IPython's and no Python's: %magic, !command, name = !command, help?
 _OF_IPYTHON = re.compile(r"\s*(?:[%!?]|[\w., ]+=\s*[%!][\w(]).*|\s*[\w.]+\?{1,2}\s*")
+_NO_PACKAGE = "no known parent package"  # Python's words where a file that it runs by its path imports relatively
 _RELATIVE = re.compile(r"\s*from\s+(\.+)")  # each point is a package around the module
 _OTHER_CELL = re.compile(r"\s*%%(?!time\b|timeit\b|capture\b)")  # in another language, or for a file
 # What makes a step of this library.
@@ -87,7 +88,7 @@ def as_module(path: pathlib.Path, error: BaseException | None, line: str) -> tup
         root = next(
             (each for each in places if (each / within).is_dir() or (each / within).with_suffix(".py").is_file()), None
         )
-    elif isinstance(error, ImportError) and (relative := _RELATIVE.match(line)):  # `from ..model import loss`
+    elif _NO_PACKAGE in str(error) and (relative := _RELATIVE.match(line)):  # `from ..model import loss`
         outside = around[len(relative[1]) :]
         root = next((each for each in outside if not (each / "__init__.py").is_file()), None)
     else:
