@@ -175,6 +175,9 @@ HARMLESS = (
     '{"name": "layer_1", "value": "kernel"}, value="abc", key="params", https://discuss.x.org/t/topic-name/123',
     "XLA_FLAGS=--xla_gpu_enable_latency_hiding_scheduler=true --xla_dump_to=/tmp/x TOKENIZERS_PARALLELISM=false",
     "9" * 400,
+    'env: { GH_TOKEN: "${{ github.token }}" }',
+    "WANDB_API_KEY: ${{ secrets.WANDB_API_KEY }}",
+    "password: {{ vault.database_password }}",
 )
 
 
@@ -190,6 +193,11 @@ def test_every_form_of_a_secret_is_hidden_and_once_is_enough(text, secret):
 @pytest.mark.parametrize("text", HARMLESS, ids=range(len(HARMLESS)))
 def test_what_reports_are_about_stays(text):
     assert without_secrets(text, ()) == text
+
+
+def test_a_reference_hides_nothing_that_is_no_reference():
+    for text in ('GH_TOKEN: "${{ github.token }}hunter2secret9"', "password: {{ 'hunter2secret9' }}"):
+        assert "hunter2secret9" not in without_secrets(text, ())
 
 
 WRITTEN = st.recursive(

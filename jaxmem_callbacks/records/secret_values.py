@@ -122,7 +122,7 @@ def _level_of(last: str, before: list[str], name: str) -> int | None:
 HARMLESS = re.compile(
     r"(?:none|null|nil|true|false|yes|no|on|off|unset|empty|str|int|bytes|bool|\*+|x{3,}|"
     r"\W+|[a-z_][\w.]*(?:[([{]+|\(\))|[a-z][\w.]{0,30}\[[^\]]*\]\S{0,60}|os\.(?:getenv|environ\.get)\([\"']\w+[\"']\)|"
-    r"\$\w+|\$\{[^}]*\}|\$\([^)]*\)|<[\w -]*>|"
+    r"\$\w+|\$\{[^}]*\}|\$?\{\{[\w. -]+\}\}|\$\([^)]*\)|<[\w -]*>|"
     r"\(?not shown\)?|set; its value is not shown)",
     re.IGNORECASE,
 )
