@@ -50,9 +50,11 @@ def closed(monitor: jm.MemoryMonitor) -> None:
 # Name -> what a right call needs, and what is done with the result; a name alone is a call without arguments.
 CALLS: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
     "CollectingWriter": ({}, repr),
+    "CsvWriter": ({"path": "memory.csv"}, lambda writer: closed(jm.MemoryMonitor(writer=writer))),
     "MemoryMonitor": ({}, closed),
     "Plan": ({"record": sample_plans.six()}, str),
     "Preset": ({"name": "mine"}, repr),
+    "PrometheusWriter": ({"path": "memory.prom"}, lambda writer: closed(jm.MemoryMonitor(writer=writer))),
     "Recovery": ({"train_step": train_step}, stepped),
     "ScriptedProbe": ({"script": []}, lambda probe: probe.read(0)),
     "StepPolicy": ({}, repr),
@@ -69,6 +71,7 @@ CALLS: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
     "make_mesh": ({"axes": {"data": -1}}, repr),
     "oom_guard": ({}, entered),
     "parse_oom": ({"exception_or_text": ""}, repr),
+    "place_state": ({"train_step": train_step}, repr),
     "plan": ({"train_step": train_step}, repr),
     "prefetch": ({"iterable": [jnp.ones(2)]}, list),
     "remat": ({"loss": loss}, lambda function: function(*given())),
@@ -101,7 +104,7 @@ ALSO = {
 LEFT_TO_JAX = {"has_aux", "iterable"}
 DECORATORS = {"eqx.value_and_grad", "eqx.grad"}  # without a loss
 INTERNAL = {"StepMemory"}  # made by `jm.step_memory` alone
-POSITIONAL = {"plan", "step_memory"}  # what follows the step are its own arguments
+POSITIONAL = {"place_state", "plan", "step_memory"}  # what follows the step are its own arguments
 WRONG = (
     3,
     -1,
