@@ -319,6 +319,8 @@ def across_name(figure: Figure) -> str:
 
 
 NAMES: Mapping[str, Figure] = {across_name(figure): figure for figure in (*FIGURES, *DERIVED)}
+# Field of a reading -> the figure's name in records.
+FIELDS: Mapping[str, str] = {figure.field: name for name, figure in NAMES.items() if figure.field is not None}
 
 
 def across_scalars(across: AcrossProcesses) -> dict[str, float]:

@@ -49,6 +49,7 @@ class Observation:
         metrics: The user's metrics that were ready.
         dropped: Stamps that were lost since the start because the ring was full.
         heaps: Heap maps that were taken, one a device.
+        draws_heap: Whether there is to be a picture of them.
         processes: Figures of all processes of the run, on process 0 and where a preset asks for it.
         trace: Allocations that were recorded.
         messages: What the monitor reported of itself.
@@ -64,6 +65,7 @@ class Observation:
     metrics: Sequence[Metrics] = field(default=())
     dropped: int = 0
     heaps: Sequence[HeapMap] = ()
+    draws_heap: bool = True
     processes: AcrossProcesses | None = None
     trace: Sequence[TraceEvent] = ()
     messages: Sequence[str] = ()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, final
 
+from jaxmem_callbacks.analysis.figures import FIELDS
 from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap, with_changes
 from jaxmem_callbacks.records.programs import Compilation
 from jaxmem_callbacks.records.runs import AcrossProcesses, Reading
@@ -145,7 +146,7 @@ class Timeline:
                         self._curve(figure, record.device).add(Stretch(record.step, record.time_s, value, value))
             case AcrossProcesses():
                 for figure in CURVES:
-                    across = record.figures.get(figure)
+                    across = record.figures.get(FIELDS[figure])
                     if across is not None:
                         stretch = Stretch(record.step, record.time_s, across.low, across.high)
                         self._curve(figure, ALL_PROCESSES).add(stretch)

@@ -20,16 +20,16 @@ from jaxmem_callbacks.planning.verdict import unfit_reason
 from jaxmem_callbacks.readers.decoding import read_plan
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import require, require_path
-from jaxmem_callbacks.records.documents import Section, as_html, as_text
+from jaxmem_callbacks.records.documents import Section, as_text
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.files import write_file
+from jaxmem_callbacks.records.page import framed, page_html
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy, UnfitPolicy, policy_words
 from jaxmem_callbacks.records.presets import EnvironmentSettings, Preset
 from jaxmem_callbacks.records.secrets import scrubbed
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.writers.page import framed, page_html
 from jaxmem_callbacks.writers.page_model import plan_page_model
 from jaxmem_callbacks.writers.plan_figure import plan_figure
 from jaxmem_callbacks.writers.plan_page import write_plan_run
@@ -260,8 +260,7 @@ class Plan:
         )
 
     def _repr_html_(self) -> str:
-        table = as_html(plan_document(self.record, self.frontier))  # for viewers that show no frames
-        return f"{framed(self._page(), height=620)}<details><summary>As a table</summary>{table}</details>"
+        return framed(self._page(), height=620, table=plan_document(self.record, self.frontier))
 
 
 @contextmanager

@@ -8,13 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxmem_callbacks.transforms.costs import ALIKE
+
 Ask = Callable[[Sequence[int]], Mapping[int, bool]]
 Guess = Callable[[int, int | None], int]
-
-_FAR = 8  # times the last place that fits: a guess beyond it may be any number of times too far
-_WIDE = 2  # times that place: what is open is much
-_LITTLE = 32  # part of a guess that it may be too far by
-_SLOW = 4  # an ask that leaves more than this part of what was open has not come closer
 
 
 def last_that_fits(low: int, high: int | None, guess: Guess, ask: Ask) -> tuple[int, int | None]:
@@ -44,10 +41,11 @@ def last_that_fits(low: int, high: int | None, guess: Guess, ask: Ask) -> tuple[
             break
         before, (low, high) = (low, high), closer(low, high, answers)
         side = (high == before[1]) - (low == before[0])  # 1: only the lower end moved, -1: only the upper one
-        slow = high is not None and before[1] is not None and (high - low) * _SLOW > before[1] - before[0]
+        # Two asks halve twice: one that leaves more than half has not come closer.
+        slow = high is not None and before[1] is not None and 2 * (high - low) > before[1] - before[0]
         halve = slow and (place != guessed or side == moved)
         moved = side
-        stride *= 8 if low - before[0] < max(before[0], 1) else 1  # or guesses a little above it lead nowhere
+        stride *= 2 * 2 if low - before[0] < max(before[0], 1) else 1  # or guesses a little above it lead nowhere
     return low, high
 
 
@@ -63,15 +61,15 @@ def closer(low: int, high: int | None, answers: Mapping[int, bool]) -> tuple[int
 
 def _beside(place: int, low: int, high: int | None) -> int:
     """What to ask beside a guess: the next place near the end; a little before it, or half of the doublings, far from there."""
-    if high is None and 0 < low * _FAR < place:
+    if high is None and 0 < 2 * low < place:
         return math.isqrt(low * place)
-    before = place - place // _LITTLE
-    return before if low < before < place and high is not None and high > _WIDE * low else place + 1
+    before = place - int(ALIKE * place)  # a guess may be too far by as much
+    return before if low < before < place and high is not None and high > 2 * low else place + 1
 
 
 def _middle(low: int, high: int) -> int:
     """Half of the way; where the end is many times the beginning, half of the doublings."""
-    return math.isqrt(low * high) if 0 < low * _SLOW < high else (low + high) // 2
+    return math.isqrt(low * high) if 0 < 2 * low < high else (low + high) // 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,13 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.units import format_extra
-
-# Work of this share of the plain step is not worth another compile.
-WORTH = 0.005
-# Rows down to this part of others are worth a word where they cost less each.
-_SAME_ROWS = 0.8
-# A modelled time up to this part of another is no longer.
-_NO_SLOWER = 1.01
+from jaxmem_callbacks.transforms.costs import MARGIN, SAME, WORTH
 
 
 def bytes_or_inf(candidate: Candidate | None) -> float:
@@ -55,7 +49,7 @@ def _price(best: Candidate, candidates: Sequence[Candidate]) -> str:
     rows, share = best.batch_rows or 0, best.extra_share or 0.0
     mine = best.policy.sharding, best.policy.microbatches  # collectives and accumulation take time, and no operations
     like = [each for each in candidates if each.fits and (each.policy.sharding, each.policy.microbatches) == mine]
-    fewer = [each for each in like if _SAME_ROWS * rows <= (each.batch_rows or 0) < rows]
+    fewer = [each for each in like if (1 - 2 * MARGIN) * rows <= (each.batch_rows or 0) < rows]
     cheapest = min(fewer, key=lambda each: (each.extra_share or 0.0, -(each.batch_rows or 0)), default=best)
     least = cheapest.extra_share or 0.0
     if share - least < WORTH:
@@ -95,7 +89,7 @@ def pareto(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         )
 
     def faster_than(seconds: float) -> list[Candidate]:
-        return [each for each in known if each.modelled_s is None or each.modelled_s <= _NO_SLOWER * seconds]
+        return [each for each in known if each.modelled_s is None or each.modelled_s <= (1 + SAME) * seconds]
 
     return tuple(each for each in known if not beaten(each))
 
@@ -142,11 +136,12 @@ def with_options(best: Candidate, optioned: Sequence[Candidate]) -> tuple[Candid
 
     Returns:
         The candidate, and why it is another than ``best``; None where it is not. One with options is used where it fits and takes
-        less time, as modelled, or where no time is known fewer operations; and where nothing else fits.
+        less time, as modelled, or where no time is known fewer operations; where nothing else fits; and where more rows do.
     """
     if best.fits is None or not optioned:
         return best, None
-    fitting = [each for each in optioned if each.fits]
+    fitting = sorted((each for each in optioned if each.fits), key=lambda each: -(each.batch_rows or 0))
+    fitting = [each for each in fitting if each.batch_rows == fitting[0].batch_rows]  # of several batches the most rows
     if best.fits is False:
         least = min([best, *optioned], key=bytes_or_inf)
         return (
@@ -155,7 +150,10 @@ def with_options(best: Candidate, optioned: Sequence[Candidate]) -> tuple[Candid
             else (least, None)
         )
     cheapest = min(fitting, key=cost, default=best)
-    if cost(cheapest) < cost(best):
+    most, without = cheapest.batch_rows or 0, best.batch_rows or 0
+    if most > without:
+        return cheapest, f"{most} rows fit by options of the compiler, and no more do otherwise than {without}"
+    if most == without and cost(cheapest) < cost(best):
         return cheapest, "with options of the compiler it takes less than what fits without"
     return best, None
 

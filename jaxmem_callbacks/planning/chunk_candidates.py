@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, final
 
@@ -10,15 +11,15 @@ from jaxmem_callbacks.planning.compiles import CompileQueue, Compiler
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import HEAD, StepPolicy
-from jaxmem_callbacks.transforms.costs import nbytes
+from jaxmem_callbacks.transforms.costs import NOTABLE, SAME, nbytes
 from jaxmem_callbacks.transforms.tracing import open_jaxpr, subjaxprs
 
 #: Compiles of chunks in one plan.
 MOST_CHUNKS = 6
-# Tried first: the head's values are a sixteenth, and what else is alive is most of the peak.
-FIRST_CHUNKS = 16
-# As many more are tried where so many do not fit.
-_MORE = 4
+# Tried first: a power of two, of which the head's values are so small a part that what else is alive is most of the peak.
+FIRST_CHUNKS = 1 << int(math.log2(1 / NOTABLE))
+# Times as many are tried where so many do not fit: halves of halves.
+_MORE = 2 * 2
 # Parts of a loss that are looked at, a `vmap` also where there is a head.
 _PARTS = (HEAD, "vmap")
 
@@ -137,12 +138,12 @@ def _next_number(points: dict[int, float], room: float) -> int | None:
     fitting = [count for count, need in points.items() if need <= room]
     most = max((count for count, need in points.items() if need > room), default=1)
     if not fitting:
-        return most * _MORE if max(points.values()) > 1.01 * points[most] else None
+        return most * _MORE if max(points.values()) > (1 + SAME) * points[most] else None
     fewest = min(fitting)
     if fewest <= most + 1 + most // _MORE:
         return None
     low, high = points[most], points[fewest]
-    middle = round((most * fewest) ** 0.5)
+    middle = math.isqrt(most * fewest)
     if low < float("inf"):
         share = (1 / most - 1 / fewest) * (room - high) / (low - high)
         middle = min(max(-int(-1 // (1 / fewest + share)), most + 1), fewest)

@@ -19,6 +19,7 @@ from jaxmem_callbacks.planning.step_time import modelled_seconds
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
 from jaxmem_callbacks.programs.reading.buffers import Argument, Arguments, compiled_with_peak, past_the_cache
 from jaxmem_callbacks.programs.reading.hlo import Module, collectives_of, parse_module, recomputed_flops
+from jaxmem_callbacks.programs.reading.host_copies import host_copies
 from jaxmem_callbacks.programs.steps.leaves import Leaf
 from jaxmem_callbacks.programs.steps.program import disagreement_words, operations_of
 from jaxmem_callbacks.programs.steps.step import JitStep, Traced
@@ -44,11 +45,10 @@ from jaxmem_callbacks.records.errors import (
     in_a_line,
 )
 from jaxmem_callbacks.records.peaks import UNPLACED, Peak, with_total
-from jaxmem_callbacks.records.plans import Candidate
+from jaxmem_callbacks.records.plans import Candidate, FrontierPoint
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, policy_words
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.transforms.costs import count_flops
-from jaxmem_callbacks.transforms.save_frontier import FrontierPoint
 
 _COUNTED_ONCE = (
     "The step has while loops, and a trace does not show how often they run: operations and modelled time count their bodies "
@@ -98,6 +98,9 @@ class Compiler:
         self.obstacles: dict[str, None] = {}  # those of them that policies cannot change
         self._disagreed: tuple[str, ...] = ()
         self.plain = self._last = self._traced(problem.step(problem.base))
+        self.schedules: dict[
+            StepPolicy, str
+        ] = {}  # policy -> what of a state on the host its step has on the device at once
         self._waits: dict[StepPolicy, float] = {}  # policy -> modelled seconds that its step waits for collectives
         self.unchecked = False  # whether any candidate accumulates a loss that was not compared with its whole batch
 
@@ -126,8 +129,8 @@ class Compiler:
                 traced = step.traced(problem.args, dict(problem.kwargs))
         finally:  # a loss may be refused for its own checkpoints
             self.left_alone |= dict.fromkeys(step.left_alone)
-        self.notes |= dict.fromkeys(step.notes)
-        self.obstacles |= dict.fromkeys(step.notes)
+        self.notes |= dict.fromkeys(traced.notes)
+        self.obstacles |= dict.fromkeys(traced.notes)
         self.leaves = self.leaves or tuple(traced.leaves)
         speed, counted = problem.speed, count_flops(traced.jaxpr)
         if counted.loops_once:
@@ -139,7 +142,7 @@ class Compiler:
             modelled_s=None if speed is None else modelled_seconds(traced.jaxpr, speed, problem.workers),
             operations=operations_of(traced.jaxpr),
             arguments=tuple(_used(traced)),
-            shares=step.frontiers,
+            shares=traced.frontiers,
             unchecked=step.unchecked,
         )
 
@@ -291,6 +294,8 @@ class Compiler:
         answer: TargetCompilation | None = None,
     ) -> Candidate:
         again = max(recomputed_flops(module), 1) if memory.compiler_remat else 0
+        if policy.state_offload is not None and (schedule := host_copies(module)) is not None:
+            self.schedules[policy] = schedule.words
         if not self._disagreed:  # one sentence a plan: the others' differ in their bytes only
             self._disagreed = disagreement_words(memory)
             self.notes |= dict.fromkeys(self._disagreed)
@@ -574,7 +579,7 @@ class CompileQueue:
                 end = time.monotonic() + (math.inf if interruption_here() is None else _MOST_S)
                 while not all(each.done() for each in waiting) and time.monotonic() < end:
                     end_workers()
-                    time.sleep(0.05)
+                    concurrent.futures.wait(waiting, _POLL_S)
                 # On an interrupt, keep the compiles that have ended meanwhile.
                 for done, one in waiting.items():
                     is_answer = done.done() and not done.cancelled() and done.exception() is None

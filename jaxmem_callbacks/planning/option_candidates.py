@@ -18,11 +18,12 @@ from jaxmem_callbacks.environment.process import FRACTION
 from jaxmem_callbacks.planning.choice import bytes_or_inf, chosen, cost
 from jaxmem_callbacks.planning.compiles import CompileQueue, CompileResults, Entry
 from jaxmem_callbacks.planning.problem import ParsedRequest, Problem, own_jit
-from jaxmem_callbacks.planning.request import Space
+from jaxmem_callbacks.planning.request import MOST_OF_A_GPU, Space
 from jaxmem_callbacks.programs.steps.program import flags_now
 from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import CompilerOptions, OptionValue, StepPolicy, jax_line, platform_word
 from jaxmem_callbacks.records.units import format_bytes
+from jaxmem_callbacks.transforms.costs import NOTABLE
 
 Row: TypeAlias = Mapping[str, OptionValue]
 _Try: TypeAlias = tuple[Entry, StepPolicy]
@@ -44,14 +45,9 @@ _KNOWN: dict[tuple[str, str], tuple[Row, ...]] = {
     ("cpu", "0.12"): ({"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"},),
 }
 _MOST = 4  # compiles of those that are known
-# What may be left of a step's temporaries until options were tried on it: less than any family of that table has.
-_OPTIMISTIC = 0.3
-# What other options leave, as a part of what the first that were tried left: in no family less.
-_LESS = 0.95
 SLOP = "xla_gpu_memory_limit_slop_factor"
 _DEFAULT_SLOP = 95  # percent, XLA's own
-_NEAR = 0.95  # of the limit: what is closer may cross it with another batch or another compiler
-_MOST_OF_A_GPU = 0.95  # the rest is CUDA's context, its libraries' and NCCL's
+_NEAR = 1 - NOTABLE  # of the limit: what is closer may cross it with another batch or another compiler
 
 
 def known_options(platform: str, devices: int) -> tuple[Row, ...]:
@@ -65,9 +61,7 @@ def known_options(platform: str, devices: int) -> tuple[Row, ...]:
 
 
 def most_of_options(space: Space) -> int:
-    """Compiles that are set aside for options; none where the largest batch is searched, which they are not tried on."""
-    if space.batch is not None:
-        return 0
+    """Compiles that are set aside for options."""
     return _MOST if space.compiler_options == "all" else min(len(space.compiler_options), 2 * _MOST)
 
 
@@ -78,16 +72,19 @@ def try_options(parsed: ParsedRequest, queue: CompileQueue) -> None:
         parsed: The request; without a budget what needs fewest bytes is tried under all options.
         queue: Compiles them. Options are tried on what it has compiled.
     """
-    if parsed.space.batch is not None:
-        queue.results.note("Compiler options were not tried: the largest batch is searched without them.")
-        return
     queue, before = queue.at_most(most_of_options(parsed.space)), len(queue.results.known)
     while queue.remaining and (one := _next(parsed, queue)) is not None:
         entry, policy = one
         queue.compile([(entry.compiler, policy)])
-    platform = platform_word(parsed.problem.platform)
-    if len(queue.results.known) == before and not known_options(platform, parsed.problem.device_count):
-        queue.results.note(
+    if len(queue.results.known) == before:
+        note_none_known(parsed.problem, queue.results)
+
+
+def note_none_known(problem: Problem, results: CompileResults) -> None:
+    """Note where no option is known that saves bytes."""
+    platform = platform_word(problem.platform)
+    if not known_options(platform, problem.device_count):
+        results.note(
             f"Compiler options were not tried: none is known that saves bytes on {platform} by jax {jax_line(jax.__version__)}."
         )
 
@@ -97,10 +94,10 @@ def _next(parsed: ParsedRequest, queue: CompileQueue) -> _Try | None:
     entries = queue.results.entries
     bases = [each for each in entries if not each.has_options and each.candidate.temp_bytes is not None]
     left = [
-        one
+        (entry, policy)
         for entry in bases
-        for one in _tries(entry, parsed.space)
-        if (one[0].compiler, one[1]) not in queue.results.known
+        for policy in policies_with_options(entry, parsed.space)
+        if (entry.compiler, policy) not in queue.results.known
     ]
     limit, best = parsed.problem.budget.bytes, chosen(entries)[0].candidate
     if limit is None or parsed.is_open:
@@ -119,12 +116,12 @@ def _next(parsed: ParsedRequest, queue: CompileQueue) -> _Try | None:
     return min(fitting, key=price, default=None) or min(left, key=needs, default=None)
 
 
-def _tries(entry: Entry, space: Space) -> list[_Try]:
-    """A step under each set of options that changes something of it."""
+def policies_with_options(entry: Entry, space: Space) -> list[StepPolicy]:
+    """The policy of a step with each set of options that changes something of it."""
     policy, problem = entry.candidate.policy, entry.compiler.problem
     own, here = _users(problem), {} if policy.options is None else policy.options.by_name
     rows: Sequence[Row] = _known_for(entry) if space.compiler_options == "all" else space.compiler_options
-    found: list[_Try] = []
+    found: list[StepPolicy] = []
     for row in rows:
         new = {name: value for name, value in row.items() if name not in own}
         if new:  # what the user has set stays
@@ -133,7 +130,7 @@ def _tries(entry: Entry, space: Space) -> list[_Try]:
                 jax=jax_line(jax.__version__),
                 values=tuple(sorted({**here, **new}.items())),
             )
-            found.append((entry, replace(policy, compiler_options=options)))
+            found.append(replace(policy, compiler_options=options))
     return found
 
 
@@ -161,7 +158,8 @@ def _foreseen(one: _Try, entries: Sequence[Entry]) -> float:
         if policy.options != base.policy.options and temporaries is not None and before:
             is_same = policy.options == options
             parts[is_same] = min(parts.get(is_same, math.inf), temporaries / before)
-    left = parts.get(True, parts.get(False, _OPTIMISTIC / _LESS) * _LESS)
+    # Until options were tried on the step all of its temporaries may go; others then leave about as much as those that were.
+    left = parts.get(True, (1 - NOTABLE) * parts.get(False, 0.0))
     return (base.need_bytes or 0) - (1 - left) * (base.temp_bytes or 0)
 
 
@@ -212,7 +210,7 @@ def _avoiding(temporaries: int | None, outside: int, problem: Problem) -> str:
     ways: list[str] = []
     if budget.device_bytes is not None:
         fraction = math.ceil(100 * (temporaries * 100 / _DEFAULT_SLOP / _NEAR + outside) / budget.device_bytes) / 100
-        ways += [f"{FRACTION} of {fraction:g} or more"] if fraction <= _MOST_OF_A_GPU else []
+        ways += [f"{FRACTION} of {fraction:g} or more"] if fraction <= MOST_OF_A_GPU else []
     if temporaries <= room:
         ways.append(f"a slop of {math.ceil(100 * temporaries / room)} or more")
     if not ways:

@@ -18,7 +18,12 @@ from jaxmem_callbacks.planning.bisect import last_that_fits
 from jaxmem_callbacks.planning.choice import chosen, rank
 from jaxmem_callbacks.planning.chunk_candidates import MOST_CHUNKS, ChunkSearch
 from jaxmem_callbacks.planning.compiles import MOST_OF_REMAT, CompileQueue, Compiler, Entry
-from jaxmem_callbacks.planning.option_candidates import most_of_options, try_options
+from jaxmem_callbacks.planning.option_candidates import (
+    most_of_options,
+    note_none_known,
+    policies_with_options,
+    try_options,
+)
 from jaxmem_callbacks.planning.problem import (
     Held,
     ParsedRequest,
@@ -234,6 +239,21 @@ class LargestBatch:
             self._keep_more(roomy, reached, _one_of(2, queue))
         self._largest(plain, queue)
 
+    @property
+    def rows_reached(self) -> int:
+        """The most rows that were compiled and fit; 0 where none do."""
+        return self._unit * max((place for (place, _), each in self._found.items() if each.fits), default=0)
+
+    def under_options(self, space: Space, queue: CompileQueue) -> None:
+        """More rows than were reached, under options of the compiler; one compile of each set that reaches no further."""
+        if not self._found:
+            return
+        (place, _), best = min(self._found.items(), key=lambda one: rank(one[1]))
+        reached = place if best.fits else 0
+        for policy in policies_with_options(Entry(self._compiler(place), best), space):
+            if reached != self._most:
+                reached = self._beyond(policy, reached, queue)
+
     def _around_blocks(self, roomy: StepPolicy) -> list[StepPolicy]:
         """The roomy policy with its checkpoints around blocks that repeat; none where nothing does."""
         policy = self._problem.lower_end(roomy, "blocks")
@@ -375,8 +395,13 @@ def run_search(parsed: ParsedRequest, counts: Sequence[int], queue: CompileQueue
     staying = queue.at_most(queue.remaining - reserved)
     try:
         if space.batch is not None and rows is not None:
-            placed = (_with_coresident(parsed, way, queue) for way in ways)
-            _largest_of([LargestBatch(way, rows, space.batch, counts) for way in placed], space, staying)
+            placed = [_with_coresident(parsed, way, queue) for way in ways]
+            sizes = [LargestBatch(way, rows, space.batch, counts) for way in placed]
+            _largest_of(sizes, space, staying)
+            if space.compiler_options:
+                most = max(sizes, key=lambda each: each.rows_reached)
+                most.under_options(space, whole.at_most(most_of_options(space)))
+                note_none_known(problem, queue.results)
             ways = []
         for index, way in enumerate(ways):
             placed = _with_coresident(parsed, way, queue)
@@ -386,7 +411,7 @@ def run_search(parsed: ParsedRequest, counts: Sequence[int], queue: CompileQueue
             cut += [] if is_whole or part.remaining else [compiler]
         if space.batch is None and queue.results.entries:
             _use_the_rest(parsed, counts, queue, cut)
-        if space.compiler_options and queue.results.entries:
+        if space.compiler_options and space.batch is None and queue.results.entries:
             try_options(parsed, whole)
         if space.state_offload and queue.results.entries:
             try_state_on_host(parsed, whole)

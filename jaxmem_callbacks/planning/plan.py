@@ -61,6 +61,7 @@ _MARGINS = {
     ),
     "cpu": "left out: the host's own memory outside XLA",
 }
+# Tuned: of more, each is a sixty-fourth of the activations or less, and parameters and their gradients are most of the peak.
 _MOST_MICROBATCHES = 64
 _SHOWN = 4  # buffers of each group that a record keeps
 _UNCHECKED = (
@@ -82,6 +83,51 @@ def make_plan(
     Raises:
         PlanError, TargetError, CompileError, PolicyError: see `jm.plan`.
     """
+    results, compared, donation = CompileResults(), False, ""
+    parsed = _parsed(train_step, args, kwargs, request, results)
+    space, replaces = parsed.space, parsed.problem.base.own_checkpoints == "replace"
+    undonated = worth_a_word(parsed.traced)
+    queue = CompileQueue(results=results, budget=CompileBudget(MOST), progress=progress)
+    try:
+        with interrupts_heard() as check:
+            counts = _counts(parsed, results)
+            compared = _compared(parsed, counts, results)
+            counts = () if compared is None else counts
+            if not (parsed.is_divided or counts or space.offload or space.chunks or space.batch is not None):
+                queue = replace(queue, budget=CompileBudget(MOST_OF_REMAT + replaces + most_of_options(space)))
+            queue = replace(queue, check=check)
+            run_search(parsed, counts, queue.at_most(queue.budget.limit - bool(undonated) - replaces))
+            if not results.entries:
+                raise next(
+                    (each for each in results.failed if isinstance(each, CompileTimeoutError)), results.failed[0]
+                )
+            if replaces:
+                compile_as_written(chosen(results.entries)[0].compiler, queue)
+            donation = note_donation(queue, chosen(results.entries)[0], parsed.donation, undonated)
+    except KeyboardInterrupt:
+        results.note("Interrupted: this is the best of what was compiled so far.")
+        if not results.entries:
+            raise
+    if not compared and any(entry.compiler.unchecked for entry in results.entries):
+        results.note(_UNCHECKED)
+    best, reason = chosen(results.entries)
+    best = _placed_elsewhere(queue, best)
+    note_choice(results, best, parsed.traced)
+    record = _record(queue, best, reason, _state_bytes(best.compiler.leaves, _rows_if_known(parsed)))
+    if best.candidate.fits is not False:
+        return record
+    obstacles = tuple(dict.fromkeys((*results.obstacles, *best.compiler.obstacles)))
+    return replace(record, obstacles=obstacles, remedies=remedies(best, donation), searches=searches(parsed, results))
+
+
+def _parsed(
+    train_step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    request: PlanRequest,
+    results: CompileResults,
+) -> ParsedRequest:
+    """The request as it is understood: the problem, its plain step traced, and what may be varied of it."""
     space = parse_search(request.search)
     own = own_step(train_step, args, kwargs)
     own.require_agreement(space)
@@ -107,52 +153,19 @@ def make_plan(
     problem = replace(problem, device_count=max((_devices_of(leaf) for leaf in traced.leaves), default=1))
     divided = is_divided(problem, traced, space, request.mesh)
     problem, space = own.kept(problem, traced, space, divided=divided)
-    results, compared, donation = CompileResults(), False, ""
     if space.own_checkpoints:
         problem = without_own_checkpoints(problem, results.note)
-    replaces = problem.base.own_checkpoints == "replace"
-    undonated = worth_a_word(traced)
-    parsed = ParsedRequest(
+    return ParsedRequest(
         problem=problem,
         traced=traced,
         space=_of_use(space, problem, results),
         resident=resident,
         programs=parse_beside(request.beside),
         mesh=request.mesh,
+        donation=own.donation,
         is_divided=divided,
         is_open=request.budget is None,
     )
-    queue = CompileQueue(results=results, budget=CompileBudget(MOST), progress=progress)
-    try:
-        with interrupts_heard() as check:
-            counts = _counts(parsed, results)
-            compared = _compared(parsed, counts, results)
-            counts = () if compared is None else counts
-            if not (divided or counts or parsed.space.offload or space.chunks or space.batch is not None):
-                queue = replace(queue, budget=CompileBudget(MOST_OF_REMAT + replaces + most_of_options(space)))
-            queue = replace(queue, check=check)
-            run_search(parsed, counts, queue.at_most(queue.budget.limit - bool(undonated) - replaces))
-            if not results.entries:
-                raise next(
-                    (each for each in results.failed if isinstance(each, CompileTimeoutError)), results.failed[0]
-                )
-            if replaces:
-                compile_as_written(chosen(results.entries)[0].compiler, queue)
-            donation = note_donation(queue, chosen(results.entries)[0], own.donation, undonated)
-    except KeyboardInterrupt:
-        results.note("Interrupted: this is the best of what was compiled so far.")
-        if not results.entries:
-            raise
-    if not compared and any(entry.compiler.unchecked for entry in results.entries):
-        results.note(_UNCHECKED)
-    best, reason = chosen(results.entries)
-    best = _placed_elsewhere(queue, best)
-    note_choice(results, best, traced)
-    record = _record(queue, best, reason, _state_bytes(best.compiler.leaves, _rows_if_known(parsed)))
-    if best.candidate.fits is not False:
-        return record
-    obstacles = tuple(dict.fromkeys((*results.obstacles, *best.compiler.obstacles)))
-    return replace(record, obstacles=obstacles, remedies=remedies(best, donation), searches=searches(parsed, results))
 
 
 def _of_use(space: Space, problem: Problem, results: CompileResults) -> Space:

@@ -612,6 +612,7 @@ class ParsedRequest:
         resident: What else stays in memory.
         programs: Other programs that must fit.
         mesh: Axes of the target's devices, as the user gave them.
+        donation: What the step's own policy donates.
         is_divided: Whether the plan places the state.
         is_open: Whether no budget was given, so that the whole frontier is wanted.
     """
@@ -622,5 +623,6 @@ class ParsedRequest:
     resident: Resident
     programs: tuple[Program, ...]
     mesh: Any
+    donation: Any
     is_divided: bool
     is_open: bool

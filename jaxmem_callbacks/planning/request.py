@@ -22,6 +22,8 @@ from jaxmem_callbacks.records.policies import (
 )
 from jaxmem_callbacks.records.units import MIB, format_bytes, is_whole, parse_bytes
 
+# Tuned: the share of a GPU that a process can have at most; CUDA's context, its libraries and NCCL take the rest.
+MOST_OF_A_GPU = 0.95
 # A device has less; a number above it that has no unit is of no such unit.
 _MOST_GIB = 4096
 

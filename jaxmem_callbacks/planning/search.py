@@ -17,40 +17,20 @@ from typing import final
 import numpy as np
 
 from jaxmem_callbacks.planning.bisect import BytesBracket, closer
-from jaxmem_callbacks.planning.choice import WORTH, bytes_or_inf
+from jaxmem_callbacks.planning.choice import bytes_or_inf
 from jaxmem_callbacks.planning.compiles import CompileQueue, Compiler
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
-from jaxmem_callbacks.records.plans import Candidate
+from jaxmem_callbacks.records.plans import Candidate, FrontierPoint
 from jaxmem_callbacks.records.policies import OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy
-from jaxmem_callbacks.transforms.save_frontier import FrontierPoint
+from jaxmem_callbacks.transforms.costs import ALIKE, MARGIN, NOTABLE, SAME, WORTH
 
-# Behind what wins all but this share of what keeping more can win, there is little left.
-_LITTLE = 0.05
-# A budget that is filled to this share is full: what is left of it is not worth another compile either.
-_FILLED = 0.98
-# The needs of policies between the ends lie less than this below those of the ends.
+# Tuned: the needs of policies between the ends lie less than this below those of the ends.
 _NEAR = 1.3
 # Compiles of a frontier that are chosen by the model alone.
 _AT_FIRST = 2
-# What no estimate prefers is compiled only as far as this search has made fewer than so many, whatever all searches may make.
-_ENOUGH = 6
-# Of two levels, bytes above this part of those of one level are no less: the most is alive elsewhere.
-_LESS_BYTES = 0.99
-# A lower end above this part of the plain step's bytes hardly helps.
-_HARDLY = 0.9
-# A modelled byte that seems to cost less than this is one that the peak does not see yet.
-_LEAST_PART = 0.05
-_DIGITS = 10**5
-# Of more segments than this, what each may keep is fine enough, and one more or less changes little.
+_DIGITS = 5  # of a share, as people write it
+# Tuned: of more segments than this, what each may keep is fine enough, and one more or less changes little.
 _FEW = 4
-# Another number of segments must promise no more than this part of the estimated peak, at no more operations: of smaller
-# differences compilers often make the opposite.
-_MARGIN = 0.9
-# As many operations, as a share of those that nothing kept computes again, are no difference: elementwise work at the ends.
-_ALIKE = 0.02
-# Policies nearer to each other than this are not worth two compiles.
-_CLOSE = 1.01
-_BISECTIONS = 24
 MOST_POLICIES = 4  # that `offloading_policies` returns: compiles that a search sets aside
 _BOTH = (OFFLOAD_CUTS, OFFLOAD_KEPT)
 
@@ -138,7 +118,7 @@ class RematSearch:
             self._look_at_other_numbers()
             return
         least = min(map(bytes_or_inf, (self.full, *self.found.values())))
-        if own and self._queue.remaining and least > _HARDLY * bytes_or_inf(self.plain):
+        if own and self._queue.remaining and least > (1 - MARGIN) * bytes_or_inf(self.plain):
             with contextlib.suppress(PolicyError, LossRefusedError):  # there is no more place to cut
                 self._try_segments(replace(fusing, segments=own + 1))
 
@@ -237,16 +217,18 @@ class RematSearch:
         full = self.full
         if full is None or limit is None or not full.fits or full.step_bytes is None:
             return
-        offered = self._worth_compiling((1 - _FILLED) * (limit - problem.resident_bytes))
-        little = offered[-1].work + _LITTLE * (offered[0].work - offered[-1].work)
+        offered = self._worth_compiling(ALIKE * (limit - problem.resident_bytes))
+        # Behind what wins all but this of what keeping more can win, there is little left.
+        little = offered[-1].work + NOTABLE * (offered[0].work - offered[-1].work)
         room = BytesBracket(
             bytes=limit - problem.resident_bytes,
             kept=np.array([offer.bytes / problem.workers for offer in offered]),
             knee=next(place for place, offer in enumerate(offered) if offer.work <= little),
         )
         between = (0, len(offered))
-        # A full budget is asked too until something is kept: at the lower end that may take no byte more.
-        while between[0] == 0 or self._most_that_fits() < _FILLED * room.bytes:
+        # What is left of a filled budget is not worth another compile. A full one is asked too until something is kept: at the
+        # lower end that may take no byte more.
+        while between[0] == 0 or self._most_that_fits() < (1 - ALIKE) * room.bytes:
             needs = {place: need for place, offer in enumerate(offered) if (need := self._measured(offer)) is not None}
             places = room.next_places(needs, between, self._queue.remaining)
             if not places:
@@ -265,7 +247,7 @@ class RematSearch:
         if limit is None or any(each.fits for each in self.found.values()):
             return
         twice = self.found.get(self._twice)
-        is_elsewhere = twice is not None and bytes_or_inf(twice) >= _LESS_BYTES * bytes_or_inf(self.full)
+        is_elsewhere = twice is not None and bytes_or_inf(twice) >= (1 - SAME) * bytes_or_inf(self.full)
         if is_elsewhere or self._is_near(limit):
             self.fill()
 
@@ -302,7 +284,7 @@ class RematSearch:
         again = min(each.extra_flops for each in self.found.values() if each.fits)
         worth = WORTH * self._compiler.plain.flops
         near = [each for each in self._others if each.bytes <= _NEAR * spare and each.flops < again - worth]
-        self._compile([each.policy for each in near[: max(min(_ENOUGH - len(self.found), self._queue.remaining), 0)]])
+        self._compile([each.policy for each in near[: self._queue.remaining]])
 
     def _is_near(self, limit: int) -> bool:
         """Whether what comes nearest, of what does not fit, is so near that another policy may fit."""
@@ -318,7 +300,8 @@ class RematSearch:
             for policy, candidate in self.found.items()
             if candidate.step_bytes is not None and modelled.get(policy)
         ]
-        return max(max(ratios, default=part), _LEAST_PART * part)
+        # A modelled byte that seems to cost less is one that the peak does not see yet.
+        return max(max(ratios, default=part), NOTABLE * part)
 
     def _compile(self, policies: Sequence[StepPolicy]) -> None:
         answers = self._queue.compile([(self._compiler, policy) for policy in policies])
@@ -435,9 +418,9 @@ def _compared(
 ) -> Iterator[tuple[CandidatePolicy, bool]]:
     """What another number of segments offers, and whether its estimated peak is enough below that of the chosen number."""
     for share in curve:
-        alike = share.work + _ALIKE * own[0].work
+        alike = share.work + ALIKE * own[0].work
         least = min((mine.peak for mine in own if mine.work <= alike), default=math.inf)
-        yield _offer(policy, share, _bytes_at(own, share.peak)), share.peak <= _MARGIN * least
+        yield _offer(policy, share, _bytes_at(own, share.peak)), share.peak <= (1 - MARGIN) * least
 
 
 def _bytes_at(own: Sequence[FrontierPoint], peak: int) -> int:
@@ -450,7 +433,7 @@ def _bytes_at(own: Sequence[FrontierPoint], peak: int) -> int:
 
 def _offer(policy: StepPolicy, share: FrontierPoint, bytes_: int) -> CandidatePolicy:
     """A share as people can write it: rounded up, so that nothing of it is left out."""
-    keep = min(math.ceil(share.share * _DIGITS) / _DIGITS, 1.0)
+    keep = min(math.ceil(share.share * 10**_DIGITS) / 10**_DIGITS, 1.0)
     return CandidatePolicy(replace(policy, keep=keep), bytes_, share.flops, share.work)
 
 
@@ -465,8 +448,8 @@ def unbeaten(found: Sequence[CandidatePolicy]) -> list[CandidatePolicy]:
 
 def _joined(curves: Sequence[Sequence[FrontierPoint]]) -> list[FrontierPoint]:
     """Several losses of one step, each with its own shares, at a few common ones."""
-    grid = [place / 20 for place in range(21)]
-    rows = [[[point for point in curve if point.share <= share + 1e-12][-1] for curve in curves] for share in grid]
+    grid = np.linspace(0, 1, 1 + round(1 / NOTABLE)).tolist()
+    rows = [[[point for point in curve if point.share <= share][-1] for curve in curves] for share in grid]
     return [
         FrontierPoint(
             share,
@@ -495,9 +478,10 @@ def spread(
     """
     work = flops + np.array([each.work for each in offered], np.float64)
     there = np.array(sorted(known), np.int64)
-    low, high = _CLOSE, float(max(needs[-1] / needs[0], work[0] / work[-1], _CLOSE)) + 1
+    close = 1 + SAME  # what is nearer is not worth two compiles
+    low, high = close, float(max(needs[-1] / needs[0], work[0] / work[-1], close)) + 1
     places = _within(high, needs, work, there)
-    for _ in range(_BISECTIONS if count > 0 else 0):
+    while count > 0 and high - low > WORTH * (low - 1):
         middle = (low + high) / 2
         some = _within(middle, needs, work, there)
         if len(some) <= count:

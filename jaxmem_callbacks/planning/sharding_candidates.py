@@ -28,12 +28,12 @@ from jaxmem_callbacks.transforms.sharding.axes import STATE_AXES, axis_names, me
 from jaxmem_callbacks.transforms.sharding.mesh import abstract_mesh, make_mesh
 from jaxmem_callbacks.transforms.tracing import traced_dtype
 
-# Divided over more devices than this, a dimension of a model's matrices gets thinner than what a compiler can work with, and it
-# divides activations by features instead of rows. Beyond it copies of the divided state share the batch.
+# Tuned: divided over more devices than this, a dimension of a model's matrices gets thinner than what a compiler can work with,
+# and it divides activations by features instead of rows. Beyond it copies of the divided state share the batch.
 _MOST_PARTS = 64
 
 
-# Matrices are split over no more devices than one host has.
+# Tuned: matrices are split over no more devices than one host has, of GPUs; that of a TPU has 4 or 8.
 _MOST_TENSOR_PARTS = 8
 
 
@@ -121,7 +121,7 @@ def spread(
         note: Told what is left whole, and which axes divide no work.
 
     Raises:
-        PlanError: no argument could be divided, or not the batch: every device would do all the work.
+        PlanError: no batch could be divided: every device would do all the work. A step without any is whole on each.
         PolicyError: the mesh has no axis for that.
     """
     problem = _by_position(problem)
@@ -138,16 +138,20 @@ def spread(
     batch = [name for name in free if kind_of_argument(name) == BATCH]
     rows = _Rows(mesh)
     moved = {name: rows.divided(name, value) for name, value in arguments if name in (batch or free)}
-    rows.require(called_batch=bool(batch), given=batch or free, note=note)
+    rows.require(called_batch=bool(batch), note=note)
     moved |= {name: _unplaced(value) for name, value in arguments if name not in moved}
+    # Each device runs the program of one; or its state comes by keyword, where a jit cannot pin it.
+    is_whole = sharding == "replicate" and (not (rows.are_divided or state) or bool(_by_keyword(problem)))
+    if is_whole:
+        moved = jax.tree.map(rows.whole, moved)
     return dataclasses.replace(
         problem,
         args=tuple(moved[name] for (name, _), _ in zip(arguments, problem.args, strict=False)),
         kwargs={name: moved[name] for name in problem.kwargs},
         mesh=mesh,
-        base=dataclasses.replace(problem.base, sharding=sharding),
+        base=dataclasses.replace(problem.base, sharding=None if is_whole else sharding),
         device_count=mesh.size,
-        parts=parts,
+        parts=parts if rows.are_divided else 1,
     )
 
 
@@ -160,6 +164,12 @@ class _Rows:
         self._parts = roles.size(roles.batch)
         self._done: list[int] = []  # bytes
         self._whole: list[tuple[int, str]] = []  # bytes, and what it is
+        self._has_rows = False  # whether one of these has rows of several numbers, as a batch has
+
+    @property
+    def are_divided(self) -> bool:
+        """Whether any array is divided."""
+        return bool(self._done)
 
     def divided(self, name: str, value: Any) -> Any:
         """An argument with its arrays divided where that is possible."""
@@ -172,23 +182,38 @@ class _Rows:
         size = array_bytes(shape, traced_dtype(leaf))
         if shape[0] % self._parts:
             self._whole.append((size, f"{path} ({shape[0]} rows)"))
+            self._has_rows |= len(shape) > 1 and not is_raw_key(jax.ShapeDtypeStruct(shape[1:], traced_dtype(leaf)))
             return _anywhere(leaf)
         self._done.append(size)
         return jax.ShapeDtypeStruct(shape, traced_dtype(leaf), sharding=self._place)
 
-    def require(self, *, called_batch: bool, given: Sequence[str], note: Callable[[str], None]) -> None:
-        """Refuse a batch that is not divided; note what is whole beside it.
+    def whole(self, leaf: Any) -> Any:
+        """An array that is the same on every device, where it is not divided already."""
+        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype") and getattr(leaf, "sharding", None) is None
+        place = NamedSharding(self._place.mesh, PartitionSpec())
+        return jax.ShapeDtypeStruct(leaf.shape, traced_dtype(leaf), sharding=place) if is_array else leaf
+
+    def require(self, *, called_batch: bool, note: Callable[[str], None]) -> None:
+        """Refuse a batch that is not divided; note what is whole beside it, or that there is no batch at all.
+
+        A step without a batch makes its data itself, such as from a random key: each device does the same work. A vector is no
+        batch unless it is called one, and random keys never are.
 
         Raises:
             PlanError: nothing is divided, or not the largest array of what is called a batch.
         """
         whole = ", ".join(what for _, what in self._whole)
         most = max((size for size, _ in self._whole), default=0)
-        if not self._done or (called_batch and most > max(self._done)):
-            msg = (
-                f"{self._parts} devices do not divide the first dimension of {whole or ', '.join(given) or 'any argument'}, and "
-                f"would each do all of that work. Give a batch of a multiple of {self._parts} rows, or arguments with "
+        if not self._done and not (self._whole and (called_batch or self._has_rows)):
+            note(
+                f"No argument is a batch to divide, so each of the {self._parts} devices does all of the work of a step, but for "
+                "what the step divides itself. To share the work out, give the batch as an argument, or arguments with "
                 "shardings of your own."
+            )
+        elif not self._done or (called_batch and most > max(self._done)):
+            msg = (
+                f"{self._parts} devices do not divide the first dimension of {whole}, and would each "
+                f"do all of that work. Give a batch of a multiple of {self._parts} rows, or arguments with shardings of your own."
             )
             raise PlanError(msg)
         if whole:
@@ -276,6 +301,8 @@ def layouts(
 ) -> Iterator[Problem]:
     """The problem under each sharding; those that split nothing or whose arguments alone are too much are noted.
 
+    Of a step without a batch and without a state, on which no sharding acts, it is the problem of one device on all of them.
+
     Raises:
         PolicyError: a mesh that does not fit the devices; no sharding that splits anything.
     """
@@ -287,6 +314,7 @@ def layouts(
         try:
             divided = spread(problem, traced, mesh_for(problem, mesh, sharding), sharding, note)
             _require_state_for(sharding, traced)
+            _require_positional(sharding, divided)
             arguments = argument_bytes(divided)
         except PolicyError as error:  # it would split nothing, or the mesh has no axis for it
             refused = error
@@ -299,6 +327,8 @@ def layouts(
             continue
         given += 1
         yield divided
+        if divided.base.sharding is None and divided.parts == 1:
+            return
     if not given and refused is not None:
         raise refused
 
@@ -315,6 +345,22 @@ def _require_state_for(sharding: Any, traced: Traced) -> None:
             "Use sharding='fsdp' to divide the parameters."
         )
         raise PolicyError(msg)
+
+
+def _require_positional(sharding: Any, divided: Problem) -> None:
+    """Refuse to divide the state of a step that takes arrays by keyword alone: a jit pins arguments by position.
+
+    Raises:
+        PolicyError: with their names.
+    """
+    named = _by_keyword(divided)
+    if named and divided.base.sharding is not None:
+        msg = f"{_words(sharding)} pins arguments by position, and the step takes {', '.join(named)} by keyword alone."
+        raise PolicyError(msg)
+
+
+def _by_keyword(problem: Problem) -> list[str]:
+    return [name for name, value in problem.kwargs.items() if any(hasattr(x, "shape") for x in jax.tree.leaves(value))]
 
 
 def with_donation(problem: Problem, donate: Any) -> Problem:

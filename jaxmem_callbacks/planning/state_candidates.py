@@ -117,10 +117,13 @@ def _compile(compiler: Compiler, policy: StepPolicy, before: Entry, queue: Compi
         entries[:] = [each for each in entries if each.candidate is not made]
         queue.results.note(
             f"{state} does not make the step smaller: {format_bytes(now)} with it and {format_bytes(was)} without, both "
-            "compiled. The compiler brings it to the device at once, or it is one memory with the device's."
+            f"compiled. {compiler.schedules.get(policy, 'It is one memory with the device.')}"
         )
     else:
-        queue.results.note(f"{state} takes {format_bytes(was - now)} from the step's peak, compiled.")
+        schedule = compiler.schedules.get(policy, "")
+        queue.results.note(
+            f"{state} takes {format_bytes(was - now)} from the step's peak, compiled. {schedule}".rstrip()
+        )
 
 
 def can_be_moved(problem: Problem, need_bytes: int | None) -> bool:

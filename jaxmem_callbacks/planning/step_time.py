@@ -86,7 +86,7 @@ def _speed(name: str) -> Speed | None:
     return next((_SPEEDS[known] for known in sorted(_SPEEDS, key=len, reverse=True) if name.startswith(known)), None)
 
 
-# Of what elementwise equations make, about this share is written to memory: the rest lives in registers of one fusion.
+# Tuned: of what elementwise equations make, about this share is written to memory: the rest lives in registers of one fusion.
 _WRITTEN = 0.25
 # JAX rounds what a checkpoint keeps by `reduce_precision` to its own precision: no reduction, in spite of its name.
 _FREE = {

@@ -18,6 +18,7 @@ from jaxmem_callbacks.planning.problem import (
     own_jit,
     traced_with_rows,
 )
+from jaxmem_callbacks.planning.request import MOST_OF_A_GPU
 from jaxmem_callbacks.planning.search import cuts_moved
 from jaxmem_callbacks.planning.state_candidates import can_be_moved
 from jaxmem_callbacks.programs.causes import causes_of
@@ -28,8 +29,7 @@ from jaxmem_callbacks.records.errors import CompileError, JaxmemError, PlanError
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.units import format_bytes
-
-_MOST_OF_A_GPU = 0.95  # the rest is CUDA's context, its libraries' and NCCL's
+from jaxmem_callbacks.transforms.costs import MARGIN
 
 
 def remedies(entry: Entry, donation: str) -> tuple[str, ...]:
@@ -49,7 +49,7 @@ def _larger_share(entry: Entry) -> str:
     if need is None or problem.target is None or budget.bytes is None or budget.device_bytes is None:
         return ""
     share = budget.share_for(need)
-    if share is None or share > _MOST_OF_A_GPU or budget.bytes != budget.limit_bytes:
+    if share is None or share > MOST_OF_A_GPU or budget.bytes != budget.limit_bytes:
         return ""
     rest = format_bytes(int((1 - share) * budget.device_bytes))
     return (
@@ -131,8 +131,6 @@ def _can_be_had(parsed: ParsedRequest, policy: StepPolicy) -> bool:
 
 # The CPU's compiler keeps checkpoints outside loops from this JAX on.
 _CPU_KEEPS_REMAT = (0, 12)
-# Temporaries of a step whose checkpoints were undone are this part of the plain step's, or more.
-_MUCH = 0.9
 
 
 def needed_share(best: Entry) -> float | None:
@@ -183,7 +181,8 @@ def _note_undone(results: CompileResults, best: Entry) -> None:
     plain = [each.temp_bytes or 0 for each in whole if each.policy.remat == "none"]
     again = [each.temp_bytes or 0 for each in whole if each.policy.remat != "none"]
     is_old_cpu = best.compiler.problem.platform == "cpu" and jax.__version_info__ < _CPU_KEEPS_REMAT
-    if is_old_cpu and plain and again and min(again) > _MUCH * min(plain):
+    # Temporaries of a step whose checkpoints were undone are about the plain step's.
+    if is_old_cpu and plain and again and min(again) > (1 - MARGIN) * min(plain):
         results.note(
             f"No remat saves much here. This may be the CPU's compiler: before jax {'.'.join(map(str, _CPU_KEEPS_REMAT))} (this "
             f"is {jax.__version__}) it undoes checkpoints outside loops. Plan for the hardware that trains, such as "

@@ -15,6 +15,7 @@ import jax
 
 from jaxmem_callbacks.programs.causes import Again, causes_of
 from jaxmem_callbacks.programs.reading.buffers import Arguments, peak_attached
+from jaxmem_callbacks.programs.reading.host_copies import host_copies
 from jaxmem_callbacks.programs.steps.donation import (
     LeafUse,
     lost_donations,
@@ -42,9 +43,10 @@ from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import require_function
 from jaxmem_callbacks.records.documents import Bullets, Document, Table, as_text
 from jaxmem_callbacks.records.errors import CompileError, DonationError
-from jaxmem_callbacks.records.peaks import UNPLACED, Buffer, Peak, with_total
+from jaxmem_callbacks.records.page import framed, program_page
+from jaxmem_callbacks.records.peaks import UNPLACED, Buffer, Peak, StepSchedule, with_total
 from jaxmem_callbacks.records.policies import StepPolicy, own_checkpoints_words, policy_words
-from jaxmem_callbacks.records.programs import ArgumentMemory, ProgramMemory
+from jaxmem_callbacks.records.programs import ArgumentMemory, ProgramMemory, program_model
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.arg_roles import OTHER, STATE, batch_of
 from jaxmem_callbacks.transforms.costs import FlopCount, count_flops
@@ -183,6 +185,8 @@ class StepMemory:
         signature: Path of each array argument -> its dtype and shape, such as ``("batch['x']", "float32[8,128]")``.
         read_peak: Makes `peak`'s answer.
         read_causes: Makes `causes`' answer of a peak.
+        known_peak: What the first compile shows of it, with the largest buffers only; None where it shows nothing.
+        schedule: Its bytes over the step; None likewise.
     """
 
     program: ProgramMemory
@@ -191,6 +195,8 @@ class StepMemory:
     signature: Signature = ()
     read_peak: Callable[[], Peak] = field(repr=False, compare=False)
     read_causes: Callable[[Peak], tuple[str, ...]] = field(repr=False, compare=False)
+    known_peak: Peak | None = field(default=None, repr=False, compare=False)
+    schedule: StepSchedule | None = field(default=None, repr=False, compare=False)
 
     @property
     def step_bytes(self) -> int:
@@ -266,7 +272,20 @@ class StepMemory:
         return self.peak().buffers[:count]
 
     def __str__(self) -> str:
-        return as_text(memory_document(self.program, self.arguments, self.warnings))
+        return as_text(self._document())
+
+    def _repr_html_(self) -> str:
+        """The memory page of the step, without another compile."""
+        program = program_model(self.program, peak=self.known_peak, schedule=self.schedule)
+        head, *blocks = self._document().blocks
+        unknown = (
+            () if self.known_peak else ("The buffers behind these totals take one more compile: peak() has them.",)
+        )
+        page = program_page(f"{head}.", "", program, [*unknown, *blocks])
+        return framed(page, height=620, table=self._document())
+
+    def _document(self) -> Document:
+        return memory_document(self.program, self.arguments, self.warnings)
 
 
 @unguarded()
@@ -313,6 +332,8 @@ def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None,
         signature=compiled.program.signature,
         read_peak=lambda: with_total(peak_attached(lowered, arguments), memory.step_bytes, UNPLACED),
         read_causes=_causes(made, abstract_call(args, kwargs), None),
+        known_peak=compiled.program.peak,
+        schedule=compiled.program.schedule,
     )
 
 
@@ -387,10 +408,11 @@ def _for_target(step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], ta
         )
         raise CompileError(msg)
     program = Program(signature=(), memory=compiled.memory, uses=uses, undonated=traced.undonated)
+    schedule = None if compiled.module is None else host_copies(compiled.module)
     return StepMemory(
         program=compiled.memory,
         arguments=argument_rows(uses, traced.undonated),
-        warnings=(*_warnings(step, program), *compiled.note_of_reports),
+        warnings=(*_warnings(step, program), *([schedule.words] if schedule else []), *compiled.note_of_reports),
         signature=signature_of(uses, {}),
         read_peak=again,
         read_causes=_causes(step, abstract_call(args, kwargs), target),

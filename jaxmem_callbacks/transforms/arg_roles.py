@@ -141,9 +141,8 @@ _MIXING = frozenset(
 )
 # What makes less of an operand than its elements: what is made of a sum of an array is no later value of that array.
 _SUMMING = frozenset({"dot_general", "conv_general_dilated", "argmax", "argmin"})
+_HALF = 1 / 2
 _PASSES = ("jvp(", "transpose(")
-_LEAST_SHARE = 0.5  # an array times less than this is decay, or a penalty's gradient, and no later value of the array
-_MOST_PASSES_OF_LOOP = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +372,7 @@ class _Flow:
         (body,) = subjaxprs(eqn)
         sliced = operands[constants + carried :]
         held, results = operands[constants : constants + carried], []
-        for _ in range(_MOST_PASSES_OF_LOOP):
+        while True:  # what it is made of grows until nothing is added
             results = self.through(body, [*operands[:constants], *held, *sliced], pass_around=scope)
             grown = [one | other for one, other in zip(held, results[:carried], strict=True)]
             if grown == held:
@@ -386,7 +385,7 @@ class _Flow:
         before, inside = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         body = open_jaxpr(eqn.params["body_jaxpr"])
         held = operands[before + inside :]
-        for _ in range(_MOST_PASSES_OF_LOOP):
+        while True:  # what it is made of grows until nothing is added
             results = self.through(body, [*operands[before : before + inside], *held], pass_around=scope)
             grown = [one | other for one, other in zip(held, results, strict=True)]
             if grown == held:
@@ -454,10 +453,12 @@ def _leaves_little(eqn: Any) -> bool:
     name = eqn.primitive.name
     if name in _SUMMING or (name.startswith("reduce_") and name != "reduce_precision"):
         return True
+    if name not in ("mul", "div"):  # of others a constant may be no number: float0, a key
+        return False
     numbers = [abs(each.val) for each in eqn.invars if not is_variable(each) and not getattr(each.val, "shape", ())]
-    if name == "mul":
-        return any(number < _LEAST_SHARE for number in numbers)
-    return name == "div" and not is_variable(eqn.invars[1]) and any(number > 1 / _LEAST_SHARE for number in numbers)
+    if name == "mul":  # by less than a half: decay, or a penalty's gradient, and no later value of the array
+        return any(number < _HALF for number in numbers)
+    return not is_variable(eqn.invars[1]) and any(number * _HALF > 1 for number in numbers)
 
 
 @functools.lru_cache(maxsize=4096)

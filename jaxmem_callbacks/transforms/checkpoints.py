@@ -201,20 +201,20 @@ def require_names(policy: StepPolicy, eqns: Iterable[Any]) -> None:
             raise PolicyError(msg)
 
 
-def require_offloaded(policy: StepPolicy, jaxpr: Any, keep: Callable[..., Any]) -> None:
+def require_offloaded(policy: StepPolicy, jaxpr: Any) -> None:
     """Refuse to offload where nothing of the kind is stored.
 
     Args:
         policy: What was asked for.
         jaxpr: The function, cut.
-        keep: The policy of its checkpoints.
 
     Raises:
         PolicyError: the function has no loop that stores it, or the named value lies where nothing is cut.
     """
     if not policy.offload:
         return
-    present, obeyed = _names(jaxpr.eqns), _obeyed(jaxpr.eqns, keep)
+    policy = named_by_the_loss(policy, jaxpr.eqns)
+    present, obeyed = _names(jaxpr.eqns), _obeyed(jaxpr.eqns, checkpoint_policy(policy))
     for word in policy.offload:
         if word not in ON_HOST and word not in obeyed:
             msg = (
@@ -371,8 +371,8 @@ def _renamed(eqns: Sequence[Any]) -> list[Any]:
     return renamed
 
 
-# Of fewer, a second level would save hardly anything.
-_FEWEST = 4
+# Two groups of two: of fewer, a second level would save hardly anything.
+_FEWEST = 2 * 2
 
 
 def loop_in_steps(loop: Loop, policy: Policy, kept: frozenset[Any]) -> list[Any]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxmem_callbacks._compat.remat3 import first_checkpoints
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.records.policies import HEAD, StepPolicy
+from jaxmem_callbacks.records.policies import HEAD
 from jaxmem_callbacks.transforms.costs import PRODUCTS, has_product, nbytes
 from jaxmem_callbacks.transforms.maps.evaluation import Positions, compute, widened
 from jaxmem_callbacks.transforms.maps.places import SUM, NotAMapError, Passing, Place, Result, Where
@@ -39,9 +39,9 @@ from jaxmem_callbacks.transforms.tracing import (
     variables,
 )
 
-# Values of fewer elements than this part of the largest cross into a stretch and out of it.
+# Tuned: values of fewer elements than this part of the largest cross into a stretch and out of it.
 _SMALL = 4
-# Values around which a stretch is looked for.
+# Tuned: values around which a stretch is looked for, which takes as long as there are equations for each.
 _SEEDS = 24
 # Reasons that a refusal names.
 _REASONS = 3
@@ -351,20 +351,18 @@ def _is_in(eqn: Any, path: str) -> bool:
 # --- in chunks
 
 
-def in_chunks(flat: Equations, policy: StepPolicy) -> Equations:
-    """A function with the stretches that a policy names computed in chunks.
+def in_chunks(flat: Equations, path: str, count: int) -> Equations:
+    """A function with the stretches that a path names computed in chunks.
 
     Raises:
         PolicyError: none is a map along a dimension, or of fewer positions than chunks; says what was found, where, and what to
             type.
     """
-    for path, count in policy.chunked:
-        refused: dict[str, None] = {}
-        changed = _changed(flat, path, count, refused)
-        if changed is None:
-            _refuse(path, count, list(refused))
-        flat = changed
-    return flat
+    refused: dict[str, None] = {}
+    changed = _changed(flat, path, count, refused)
+    if changed is None:
+        _refuse(path, count, list(refused))
+    return changed
 
 
 def _changed(flat: Equations, path: str, count: int, refused: dict[str, None]) -> Equations | None:

@@ -22,17 +22,23 @@ import numpy as np
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy
 from jaxmem_callbacks.transforms.costs import (
+    ALIKE,
+    MARGIN,
+    NOTABLE,
+    SIDE,
+    WORTH,
+    alive,
     equation_flops,
     is_inexact,
     nbytes,
     residual_values,
     view_roots,
 )
+from jaxmem_callbacks.transforms.cut_moves import lowered
 from jaxmem_callbacks.transforms.loss_profile import (
     CheapValues,
     LiveBytesProfile,
     LossProfile,
-    alive,
     held_and_stored,
     held_together,
     repeated_blocks,
@@ -50,10 +56,6 @@ from jaxmem_callbacks.transforms.tracing import (
     variables,
 )
 
-# Computing again up to this share of a loss's operations goes unnoticed: a step does about three times as many.
-_UNNOTICED = 0.003
-# Of what a loop carries, values under this share of its bytes are not worth a transfer of their own.
-_WORTH_MOVING = 0.05
 # What is left as it is keeps nothing besides.
 _AS_IT_IS = [SaveSet(0, 0, frozenset(), 0.0, 0.0)]
 _OPAQUE = {"jit", "pjit", "shard_map"}
@@ -100,7 +102,7 @@ class Segment:
             None where that is no less than JAX keeps without a checkpoint, or where a loop or custom rule would run again
             whatever is kept of it.
         """
-        unnoticed = _UNNOTICED * flops
+        unnoticed = WORTH * flops
         if any(subjaxprs(eqn) and equation_flops(eqn) > unnoticed for eqn in self.own):
             return None
         points = self.frontier({})
@@ -144,7 +146,7 @@ def _worth_moving(eqn: Any) -> frozenset[int]:
     """Places among a loop's carried values of those that hold most of the bytes it stores between its steps."""
     consts, count = scan_arity(eqn)
     carried = eqn.invars[consts : consts + count]
-    least = _WORTH_MOVING * sum(map(nbytes, carried))
+    least = NOTABLE * sum(map(nbytes, carried))  # less is not worth a transfer of its own
     return frozenset(place for place, atom in enumerate(carried) if is_inexact(atom) and nbytes(atom) >= least)
 
 
@@ -367,16 +369,12 @@ def results_by_segment(eqns: Sequence[Any], outvars: Sequence[Any], bounds: Sequ
     ]
 
 
-# More candidates sharpen the cuts by less than the estimate's own error, and the programme is quadratic in them.
-_MOST_CANDIDATES = 256
-_BISECTIONS = 24
-# Limits on what a segment holds that are tried for two levels.
-_LIMITS = 12
-_NOTABLY_LESS = 0.95
 # An estimated peak this much above the smallest is as good, if it computes less again.
-SLACK = 1.02
+SLACK = 1 + ALIKE
 # Routes that are followed from one place: each takes another part of the budget.
-_MOST_LABELS = 64
+_MOST_LABELS = round(1 / ALIKE)
+# Bytes of a route that is not there; another such, or a segment, may be added to it.
+_NEVER = np.iinfo(np.int64).max // 2
 _NOWHERE = np.zeros(0, np.int64)
 
 
@@ -413,7 +411,20 @@ def choose_cuts(profile: LiveBytesProfile, segments: int | None = None) -> list[
     # Where a compiler fuses, cuts that store least take fewer bytes: a U-Net on an H100 285 MiB in place of 321. On a CPU more.
     route = table.route(bound, segments) if profile.fuses or segments is not None else table.cheapest(bound)
     assert route is not None
-    return [int(places[index]) for index in route]
+    # What compilers hold that fuse is less than `lowered` follows.
+    if profile.fuses or not len(profile.uses):
+        return places[route].tolist()
+    others = _others(table, bound) if segments is None else ()
+    routes = tuple(tuple(places[each].tolist()) for each in (route, *others))
+    return list(lowered(profile, routes, tuple(places[1:-1].tolist()), fixed=segments is not None))
+
+
+def _others(table: _Table, bound: int) -> Iterator[list[int]]:
+    """Routes of limits on what a single segment holds: moves from one may end where those from another do not."""
+    least = int(table.own[table.allowed].min(initial=0))
+    for limit in np.linspace(least, bound, round(1 / MARGIN)).tolist():
+        if (route := table.route(int(limit), None, alone=True)) is not None:
+            yield route
 
 
 def choose_two_levels(profile: LiveBytesProfile, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -436,13 +447,13 @@ def choose_two_levels(profile: LiveBytesProfile, cuts: Sequence[int]) -> tuple[l
     here = np.searchsorted(places, [0, *cuts, profile.length])
     most, least = int(table.own[here[:-1], here[1:]].max()), int(table.own[table.allowed].min(initial=0))
     found = [(_grouped(profile, cuts), list(cuts))]
-    for limit in np.linspace(least, most, _LIMITS).tolist():
+    for limit in np.linspace(least, most, round(1 / NOTABLE)).tolist():
         route = table.route(int(limit), None, alone=True)
         if route is not None:
             fine = [int(places[index]) for index in route]
             found.append((_grouped(profile, fine), fine))
     (peak, bounds), fine = min(found, key=lambda each: (each[0][0], len(each[1])))
-    return (fine, bounds) if peak <= _NOTABLY_LESS * max(segment_peaks(profile, cuts)) else (list(cuts), [])
+    return (fine, bounds) if peak <= (1 - NOTABLE) * max(segment_peaks(profile, cuts)) else (list(cuts), [])
 
 
 def _grouped(profile: LiveBytesProfile, cuts: Sequence[int]) -> tuple[int, list[int]]:
@@ -480,7 +491,7 @@ def smallest_peak(profile: LiveBytesProfile) -> int:
 def _smallest(table: _Table, segments: int | None) -> int:
     """The smallest budget for which there is a route."""
     low, high = 0, table.upper_bound()
-    for _ in range(_BISECTIONS):
+    while high - low > 1:
         middle = (low + high) // 2
         if table.route(middle, segments) is None:
             low = middle
@@ -535,8 +546,8 @@ def _candidates(profile: LiveBytesProfile) -> np.ndarray:
     low = inner[(live[inner] <= live[inner - 1]) & (live[inner] <= live[inner + 1])]
     beside = inner[(profile.made[inner - 1] >= 0) | (profile.made[inner] >= 0)]
     chosen = np.union1d(low, beside)
-    if len(chosen) > _MOST_CANDIDATES:
-        chosen = low if len(low) <= _MOST_CANDIDATES else _spaced(profile, low, live)
+    if len(chosen) > SIDE:
+        chosen = low if len(low) <= SIDE else _spaced(profile, low, live)
     return np.unique(np.concatenate([[0, n], chosen, np.array(profile.forced, np.int64)])).astype(np.int64)
 
 
@@ -545,7 +556,7 @@ def _spaced(profile: LiveBytesProfile, places: np.ndarray, live: np.ndarray) -> 
     size, maker, _ = profile.held.T
     made = np.bincount(maker, size, profile.length).astype(np.int64)
     work = np.concatenate([[0], np.cumsum(made + profile.stored)])
-    bucket = work[places] * _MOST_CANDIDATES // max(int(work[-1]), 1)
+    bucket = work[places] * SIDE // max(int(work[-1]), 1)
     order = np.lexsort((places, live[places], bucket))
     return places[order][np.r_[True, np.diff(bucket[order]) != 0]]
 
@@ -679,7 +690,7 @@ class _Table:
         if segments is not None:
             return self._route_of(budget, segments)
         count = len(self.places)
-        cost = np.full(count, np.iinfo(np.int64).max // 4)
+        cost = np.full(count, _NEVER)
         before = np.full(count, -1)
         cost[0] = 0
         for end in range(1, count):
@@ -690,11 +701,11 @@ class _Table:
 
     def _route_of(self, budget: int, segments: int) -> list[int] | None:
         count = len(self.places)
-        cost = np.full(count, np.iinfo(np.int64).max // 4)
+        cost = np.full(count, _NEVER)
         cost[0] = 0
         layers = []
         for _ in range(segments):
-            after = np.full_like(cost, np.iinfo(np.int64).max // 4)
+            after = np.full_like(cost, _NEVER)
             before = np.full(count, -1)
             for end in range(1, count):
                 candidate = self._extended(cost, end, budget)
@@ -708,22 +719,16 @@ class _Table:
         """Stored bytes of the routes to each start, lengthened by the segment from there to ``end``."""
         peak = self.own[:end, end] if alone else cost[:end] + self.own[:end, end]
         fits = self.allowed[:end, end] & (peak <= budget)
-        return np.where(fits, cost[:end] + self.stored[:end, end], np.iinfo(np.int64).max // 4)
+        return np.where(fits, cost[:end] + self.stored[:end, end], _NEVER)
 
     def _walk(self, before: Any, total: int, segments: int | None) -> list[int] | None:
-        if total >= np.iinfo(np.int64).max // 4:
+        if total >= _NEVER:
             return None
         route, end, layer = [], len(self.places) - 1, (segments or 0) - 1
         while (end := before(end, layer)) > 0:
             route.append(end)
             layer -= 1
         return route[::-1]
-
-
-# Steps are put together where that takes at most this share of the loop's estimated bytes.
-_WORTH = 0.9
-# An estimated peak this little above the smallest is the same.
-_SAME = 1.001
 
 
 def steps_together(
@@ -745,7 +750,7 @@ def steps_together(
     if len(tried) < 2:  # noqa: PLR2004 - nothing to compare
         return tried[0] if tried else alone
     peaks = [peak(chosen) for chosen in tried]
-    least = min(peaks) * _SAME
+    least = min(peaks)
     # Of equals the one that takes least by itself: the rest of the function may be less than it is estimated to be.
     return min(
         (chosen for chosen, found in zip(tried, peaks, strict=True) if found <= least),
@@ -770,12 +775,12 @@ def _sizes(eqn: Any) -> list[int]:
     length, every = int(eqn.params["length"]), sizes(int(eqn.params["length"]))
     divisors = [part for part in every if length % part == 0]
     least = min((held_and_stored(eqn, part) for part in divisors), default=0)
-    return every if any(held_and_stored(eqn, part) < _WORTH * least for part in every) else divisors
+    return every if any(held_and_stored(eqn, part) < (1 - MARGIN) * least for part in every) else divisors
 
 
 def _is_worth_it(eqn: Any) -> bool:
     totals = [held_and_stored(eqn, part) for part in _sizes(eqn)]
-    return bool(totals) and min(totals) < _WORTH * totals[0]
+    return bool(totals) and min(totals) < (1 - MARGIN) * totals[0]
 
 
 def _choices(loops: Mapping[int, Any]) -> Iterator[dict[int, int]]:

@@ -109,7 +109,7 @@ def gathering_loop(eqn: Any, weights: Weights, cheap: CheapValues, mesh: Any, *,
 
 def gathering_loops(flat: Equations, weights: Weights, mesh: Any) -> Equations:
     """A function that nobody cuts, its loops gathering their weights; the same object where none does."""
-    cheap = cheap_values(flat.eqns, flat.invars)
+    cheap, _ = cheap_values(flat)
     eqns = tuple(
         gathering_loop(eqn, weights, cheap, mesh, again=True) if eqn.primitive.name == "scan" else eqn
         for eqn in flat.eqns

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -35,6 +34,7 @@ from jaxmem_callbacks.transforms.frameworks import (
     refuse_framework_objects,
 )
 from jaxmem_callbacks.transforms.policy import (
+    ALL,
     ActivePolicy,
     Gradients,
     activate,
@@ -339,9 +339,7 @@ def _obeyed(call: TakenGradient) -> tuple[Any, Any, Any] | None:
         if active.policy.microbatches > 1 and not isinstance(error, LossRefusedError):
             raise
         active.used = used
-        active.refused = active.refused or copy.copy(error)  # whose frames hold the call's arrays
-        name = name_of(call.loss)
-        active.notes.setdefault(f"The gradient of {name} stays as JAX takes it: {error}")
+        active.leave(ALL, call.loss, error)
         return None
 
 

@@ -12,7 +12,7 @@ import collections
 import itertools
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,8 @@ import numpy as np
 from jaxmem_callbacks.transforms.costs import (
     CHEAP,
     PRODUCTS,
+    SAME,
+    alive,
     collective_work,
     equation_flops,
     has_product,
@@ -44,11 +46,9 @@ from jaxmem_callbacks.transforms.tracing import (
     variables,
 )
 
-# A loop whose residuals are under this share of the whole is left alone: checkpointing it costs time and saves nothing.
-_SMALL_SHARE = 0.01
 # The same elements in another dtype, shape or order.
 _RELABELLED = {"convert_element_type", "copy", "expand_dims", "reshape", "squeeze", "transpose"}
-# A longer chain is no longer cheap (a dropout mask from its key takes about a dozen steps).
+# Tuned: a longer chain is no longer cheap (a dropout mask from its key takes about a dozen steps).
 _MOST_STEPS = 24
 # First and last position of a block, the last excluded.
 Span = tuple[int, int]
@@ -70,10 +70,6 @@ class CheapValues:
 
     makers: dict[Any, tuple[int, Any]]
     origins: dict[Any, frozenset[Any]]
-
-    def makes_all(self, values: Iterable[Any]) -> bool:
-        """Whether all of some values are made again."""
-        return all(value in self.makers for value in values)
 
     def equations_for(self, wanted: Iterable[Any]) -> list[Any]:
         """The equations that make the cheap values among ``wanted``, in order."""
@@ -119,12 +115,15 @@ class CheapValues:
         return replace(self, makers={var: maker for var, maker in self.makers.items() if var not in kept})
 
 
-def cheap_values(eqns: Sequence[Any], invars: Sequence[Any]) -> CheapValues:
-    """Find the values of a flat list that are made again rather than kept."""
-    origins = {var: frozenset((var,)) for var in invars}
-    depth = dict.fromkeys(invars, 0)
+def cheap_values(flat: Equations) -> tuple[CheapValues, Equations]:
+    """The values of a function that are made again rather than kept, and the function without their equations.
+
+    What is left are the equations that can be cut.
+    """
+    origins = {var: frozenset((var,)) for var in flat.invars}
+    depth = dict.fromkeys(flat.invars, 0)
     makers: dict[Any, tuple[int, Any]] = {}
-    for index, eqn in enumerate(eqns):
+    for index, eqn in enumerate(flat.eqns):
         operands = variables(eqn.invars)
         if eqn.primitive.name not in CHEAP or eqn.effects or not all(var in origins for var in operands):
             continue
@@ -135,7 +134,8 @@ def cheap_values(eqns: Sequence[Any], invars: Sequence[Any]) -> CheapValues:
         makers.update((var, (index, eqn)) for var in eqn.outvars)
         origins.update((var, made_of) for var in eqn.outvars)
         depth.update((var, steps) for var in eqn.outvars)
-    return CheapValues(makers, origins)
+    left = tuple(eqn for eqn in flat.eqns if not eqn.outvars or not all(var in makers for var in eqn.outvars))
+    return CheapValues(makers, origins), replace(flat, eqns=left)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -317,6 +317,29 @@ def residual_rows(eqns: Sequence[Any], resident: Collection[Any]) -> tuple[np.nd
     return np.array([row for row in rows if row[0]], np.int64).reshape(-1, 3), needed_from
 
 
+def value_uses(eqns: Sequence[Any], resident: Collection[Any]) -> np.ndarray:
+    """Who uses what, as `LiveBytesProfile.uses`; views as what they are views of.
+
+    Args:
+        eqns: Flat equations.
+        resident: Values that are there anyway: arguments, constants and cheap values.
+    """
+    roots, active = view_roots(eqns), {var for var in resident if is_inexact(var)}
+    maker, number, rows = dict[Any, int](), dict[Any, int](), dict[tuple[int, ...], None]()
+    for index, eqn in enumerate(eqns):
+        needed = []
+        if not active.isdisjoint(variables(eqn.invars)):
+            active.update(var for var in eqn.outvars if is_inexact(var))
+            needed = needed_by(eqn, active)
+        maker.update((var, index) for var in eqn.outvars if var not in resident and var not in roots)
+        for used, is_derived in ((variables(eqn.invars), 0), (needed, 1)):
+            for var in (roots.get(each, each) for each in used):
+                if var in maker:
+                    row = (number.setdefault(var, len(number)), nbytes(var), maker[var], index, is_derived)
+                    rows[row] = None
+    return np.array(list(rows), np.int64).reshape(-1, 5)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveBytesProfile:
     """Bytes along a list of n equations; a position p lies before equation p, and n is the end.
@@ -327,6 +350,8 @@ class LiveBytesProfile:
         held: int64[values, 3]: bytes of what is in memory while its segment is differentiated, the equation that makes it,
             and the first whose derivative needs it; as compilers hold that do elementwise work inside its readers.
         kept: int64[values, 3]: the same of what JAX keeps, which a CPU's compiler holds.
+        uses: int64[uses, 5]: who uses what: a value's number, its bytes, the equation that makes it, one that uses it, and 1
+            where that one's derivative does.
         fuses: Whether ``held`` is what is held by compilers that fuse.
         work: float64[n]: operations of each equation, with what it moves between devices; see `costs.collective_work`.
         needed_from: int64[n]: the first equation whose derivative needs something made of an equation's results; n for none.
@@ -350,6 +375,7 @@ class LiveBytesProfile:
     forced: tuple[int, ...]
     residuals: np.ndarray
     last_product: int
+    uses: np.ndarray = field(default_factory=lambda: np.zeros((0, 5), np.int64))
     fuses: bool = True
 
     @property
@@ -372,14 +398,6 @@ def lives_of(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[tuple[Any, int
         for var in eqn.outvars
         if last.get(var, -1) > index
     ]
-
-
-def alive(spans: np.ndarray, length: int) -> np.ndarray:
-    """Bytes alive at each position of ``length`` equations, int64[length + 1]; spans of bytes, first and last position."""
-    change = np.zeros(length + 2, np.int64)
-    np.add.at(change, spans[:, 1], spans[:, 0])
-    np.add.at(change, spans[:, 2] + 1, -spans[:, 0])
-    return np.cumsum(change)[: length + 1]
 
 
 def is_layer_scan(eqn: Any, enough: int) -> bool:
@@ -444,6 +462,7 @@ def profile_loss(flat: Equations, cheap: CheapValues, kept_bytes: int | None = N
         forced=tuple(sorted({place for index in alone for place in (index, index + 1)} - {0, len(eqns)})),
         residuals=residuals,
         last_product=backward.last_product,
+        uses=value_uses(eqns, resident),
     )
     return LossProfile(flat=flat, cheap=cheap, loops=loops, whole=frozenset(alone.difference(loops)), live=live)
 
@@ -455,7 +474,7 @@ def _stays(eqn: Any) -> bool:
 
 def small_part(kept_bytes: float) -> int:
     """Bytes that are not worth a checkpoint, of all that a loss keeps."""
-    return int(kept_bytes * _SMALL_SHARE)
+    return int(kept_bytes * SAME)  # a checkpoint there costs time and saves nothing
 
 
 def repeated_blocks(loss: LossProfile, profile: LiveBytesProfile) -> list[Span]:

@@ -21,14 +21,19 @@ import jax
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import name_of
 from jaxmem_callbacks.records.errors import PolicyError
+from jaxmem_callbacks.records.plans import FrontierPoint
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, gradient_words
-from jaxmem_callbacks.transforms.save_frontier import FrontierPoint
 
 #: Which gradients of a step obey its policy: those that are taken through this library, or those of JAX's own functions too.
 Gradients = Literal["own", "all"]
 
 
 _OUT_OF_REACH = ("jax.vjp", "jax.linearize", "jax.jacrev", "jax.jacobian", "jax.hessian")
+
+
+# Parts of a policy that a loss may have no place for; others are the paths of its chunks.
+ALL, REMAT, OFFLOAD = "all", "remat", "offload"
+_LEFT = {ALL: "stays as JAX takes it", REMAT: "stays without checkpoints", OFFLOAD: "moves nothing to the host"}
 
 
 class ActivePolicy:
@@ -48,7 +53,8 @@ class ActivePolicy:
         notes: What the policy left as it was, a sentence each, in the order of their first meeting.
         left_alone: Checkpoints of the losses' own that it left as they were.
         replaced: Whether it took such checkpoints out of a loss.
-        refused: The first error of a gradient that the policy left alone, though it should obey.
+        obeyed: Parts of the policy (``remat``, ``offload``, the path of each of its chunks) that some loss of the step obeys.
+        refused: Part of the policy -> the first error of a loss that stays as it is there, though it should obey.
         hidden: Whether the step has another policy inside, by `jm.apply_policy`, which hides this one.
 
     Raises:
@@ -81,13 +87,20 @@ class ActivePolicy:
         self.notes: dict[str, None] = {}
         self.left_alone: dict[OwnCheckpoint, None] = {}
         self.replaced = False
-        self.refused: Exception | None = None
+        self.obeyed: set[str] = set()
+        self.refused: dict[str, Exception] = {}
         self.hidden = False
 
     def record(self, notes: Iterable[str], frontiers: Iterable[tuple[FrontierPoint, ...]]) -> None:
         """Keep what was found while a loss was cut."""
         self.notes |= dict.fromkeys(notes)
         self.frontiers += frontiers
+
+    def leave(self, part: str, loss: Callable[..., Any], error: Exception) -> None:
+        """Note that a loss does not obey a part of the policy; `require_used` raises the error where no loss of the step does."""
+        self.refused.setdefault(part, copy.copy(error))  # whose frames hold the call's arrays
+        left = _LEFT.get(part, f"stays without chunks at {part!r}")
+        self.notes.setdefault(f"The gradient of {name_of(loss)} {left}: {error}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +158,11 @@ def require_used(active: ActivePolicy, train_step: Callable[..., Any]) -> None:
     if active.used and active.policy.own_checkpoints == "replace" and not active.replaced:
         msg = f"own_checkpoints='replace' would do nothing: no loss of {name} has checkpoints of its own. Leave it out."
         raise PolicyError(msg)
+    obeyed = active.obeyed | {ALL} if active.used else active.obeyed
+    for error in (error for part, error in active.refused.items() if part not in obeyed):
+        raise copy.copy(error)
     if active.used or not active.policy.changes_gradients:
         return
-    if active.refused is not None:
-        raise copy.copy(active.refused)
     what = f"The policy {gradient_words(active.policy)} would do nothing: {name}"
     if active.hidden:
         msg = f"{what} has another one inside, by jm.apply_policy, and the inner one holds. Give the step without it."

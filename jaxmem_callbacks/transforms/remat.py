@@ -6,8 +6,9 @@ computed is the same: only what is kept between the forward and the backward pas
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, cast
 
@@ -15,6 +16,7 @@ import jax
 
 from jaxmem_callbacks.records.arguments import name_of, require_function
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
+from jaxmem_callbacks.records.plans import FrontierPoint
 from jaxmem_callbacks.records.policies import GATHERED, OwnCheckpoint, StepPolicy, own_checkpoints_words
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.checkpoints import (
@@ -38,11 +40,10 @@ from jaxmem_callbacks.transforms.loss_profile import (
     small_part,
 )
 from jaxmem_callbacks.transforms.own_checkpoints import own_checkpoints, without_checkpoints
-from jaxmem_callbacks.transforms.policy import activate, active_policy
-from jaxmem_callbacks.transforms.save_frontier import FrontierPoint, MergedFrontier
+from jaxmem_callbacks.transforms.policy import OFFLOAD, REMAT, activate, active_policy
+from jaxmem_callbacks.transforms.save_frontier import MergedFrontier
 from jaxmem_callbacks.transforms.tracing import (
     Equations,
-    TracedResult,
     checkpointed_functions,
     derive,
     evaluate,
@@ -53,6 +54,7 @@ from jaxmem_callbacks.transforms.tracing import (
     reports_inside,
     side_effects,
     split_arrays,
+    trace,
     variables,
     where,
     with_first_checkpoints,
@@ -138,19 +140,11 @@ def rematerialised(
         if is_as_written and framework_of(args, kwargs) is not None:
             return loss(*args, **kwargs)
         refuse_framework_objects(args, kwargs)
-        arrays, join = split_arrays((args, kwargs))
-        result = TracedResult()
-
-        def traced(*values: Any) -> list[Any]:
-            inner_args, inner_kwargs = join(values)
-            with activate(None):  # a gradient taken inside the loss is part of what is being cut
-                return result.split(loss(*inner_args, **inner_kwargs))
-
-        closed = with_first_checkpoints(jax.make_jaxpr(traced)(*arrays))
-        if replaces:
-            written, closed = closed, without_checkpoints(closed)
-            _note_replaced(loss, was_replaced=closed is not written)
-        flat = in_chunks(flatten(closed), policy)
+        arrays, closed, joined = _traced(loss, (args, kwargs), replaces=replaces)
+        flat = flatten(closed)
+        for path, count in policy.chunked:
+            with _or_left(path, loss, policy):
+                flat = in_chunks(flat, path, count)
         places = {} if weights is None or mesh is None else gathered_places(weights(args), policy, mesh)
         mine = list(zip(flat.invars[len(flat.consts) :], arrays, strict=True))
         divided = {var: places[id(array)] for var, array in mine if id(array) in places}
@@ -158,18 +152,61 @@ def rematerialised(
             trained = set() if weights is None else set(map(id, jax.tree.leaves(weights(args))))
             differentiated = frozenset(var for var, array in mine if id(array) in trained)
             gathers = None if mesh is None else Gathers(mesh, divided)
-            jaxpr = cut_equations(flat, policy, gathers, differentiated or None)
+            refuse_effects(flat.eqns)
+            jaxpr = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=flat.eqns)
+            with _or_left(REMAT, loss, policy):
+                jaxpr = cut_equations(flat, policy, gathers, differentiated or None)
+                with _or_left(OFFLOAD, loss, policy):
+                    require_offloaded(policy, jaxpr)
         elif not any(map(side_effects, flat.eqns)) and (gathered := gathering_loops(flat, divided, mesh)) is not flat:
             jaxpr = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=gathered.eqns)
         elif policy.chunked:
             jaxpr = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=flat.eqns)
         elif replaces:
-            return result.join(evaluate_closed(closed, arrays))
+            return joined(evaluate_closed(closed, arrays))
         else:
             return loss(*args, **kwargs)
-        return result.join(evaluate(jaxpr, [*flat.consts, *arrays]))
+        return joined(evaluate(jaxpr, [*flat.consts, *arrays]))
 
     return cheaper_loss
+
+
+@contextlib.contextmanager
+def _or_left(part: str, loss: Callable[..., Any], policy: StepPolicy) -> Generator[None]:
+    """Where one loss of a step has no place for a part of the step's policy, it stays as it is there: another may obey."""
+    active = active_policy()
+    if active is None or active.policy is not policy:
+        yield
+        return
+    try:
+        yield
+    except (LossRefusedError, PolicyError) as error:
+        active.leave(part, loss, error.with_traceback(None))  # its frames hold the call's arrays
+    else:
+        active.obeyed.add(part)
+
+
+def _traced(
+    loss: Callable[..., Any], arguments: Any, *, replaces: bool
+) -> tuple[list[Any], Any, Callable[[Sequence[Any]], Any]]:
+    """The arrays that a loss is given, its closed jaxpr, and the function that puts arrays into its results.
+
+    Checkpoints of its own are left out if they are to be replaced.
+    """
+    arrays, join = split_arrays(arguments)
+
+    def call(*values: Any) -> Any:
+        args, kwargs = join(values)
+        with activate(None):  # a gradient taken inside the loss is part of what is being cut
+            return loss(*args, **kwargs)
+
+    traced, joined = trace(call, arrays)
+    written = with_first_checkpoints(traced)
+    if not replaces:
+        return arrays, written, joined
+    closed = without_checkpoints(written)
+    _note_replaced(loss, was_replaced=closed is not written)
+    return arrays, closed, joined
 
 
 def _note_replaced(loss: Callable[..., Any], *, was_replaced: bool) -> None:
@@ -245,10 +282,9 @@ def cut_equations(
         differentiated: Those of its variables that are differentiated arguments; None where that is not known.
 
     Raises:
-        LossRefusedError: effects that a recomputation would repeat, or nothing that could be cut.
+        LossRefusedError: nothing that could be cut.
         PolicyError: a name that the loss does not have, or too many segments.
     """
-    refuse_effects(flat.eqns)
     policy = named_by_the_loss(policy, flat.eqns)
     require_names(policy, flat.eqns)
     keep = checkpoint_policy(policy)
@@ -260,18 +296,16 @@ def cut_equations(
     survey = active is not None and active.survey
     context = _CutContext(policy=policy, keep=keep, survey=survey, gathers=gathers, differentiated=differentiated)
     cut = _cut(flat, context)
-    if active is not None:
-        active.record(cut.notes, cut.frontiers)
     if not checkpointed_functions(cut.jaxpr.eqns) - known:
         _refuse_no_checkpoint(flat, policy, own)
-    require_offloaded(policy, cut.jaxpr, keep)
+    if active is not None:
+        active.record(cut.notes, cut.frontiers)
     return cut.jaxpr
 
 
 def _cut(flat: Equations, context: _CutContext) -> CutLoss:
     """Cut a function, or the body of a `shard_map`: profile it, choose, and apply what was chosen."""
-    cheap = cheap_values(flat.eqns, flat.invars)
-    flat = _without(cheap, flat)
+    cheap, flat = cheap_values(flat)
     if not flat.eqns:  # a constant, or something cheap of the arguments
         made = cheap.equations_for(variables(flat.outvars))
         return CutLoss(jaxpr=derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=made))
@@ -293,11 +327,6 @@ def _cut(flat: Equations, context: _CutContext) -> CutLoss:
         notes=(*(note for body in bodies for note in body.notes), *notes, *_left_whole(loss)),
         frontiers=(*(each for body in bodies for each in body.frontiers), *found),
     )
-
-
-def _without(cheap: CheapValues, flat: Equations) -> Equations:
-    """A function without the equations of its cheap values: what can be cut of it."""
-    return replace(flat, eqns=tuple(eqn for eqn in flat.eqns if not eqn.outvars or not cheap.makes_all(eqn.outvars)))
 
 
 def _of_all(frontier: MergedFrontier, copies: int) -> tuple[FrontierPoint, ...]:
@@ -364,12 +393,10 @@ def _refuse_no_checkpoint(flat: Equations, policy: StepPolicy, own: Sequence[Own
         )
         raise LossRefusedError(msg)
     advice = "Put jm.remat around the function inside it, or"
-    eqns = _without(cheap_values(flat.eqns, flat.invars), flat).eqns
-    if any(eqn.primitive.name == "scan" and reports_inside(eqn) for eqn in eqns):
+    _, left = cheap_values(flat)
+    if any(eqn.primitive.name == "scan" and reports_inside(eqn) for eqn in left.eqns):
         advice = "A loop whose inner loop or branch reports stays whole: move jax.debug calls into the outer body, or"
-    only = ", ".join(f"`{eqn.primitive.name}`" for eqn in eqns[:3]) or "no equation at all"
-    msg = (
-        f"remat={policy.remat!r} would do nothing: the loss is {only}, which cannot be cut from outside. "
-        f"{advice} take this gradient with jax.value_and_grad."
-    )
+    only = ", ".join(f"`{eqn.primitive.name}`" for eqn in left.eqns[:3])
+    why = f"the loss is {only}, which cannot be cut from outside" if only else "the loss keeps nothing for its gradient"
+    msg = f"remat={policy.remat!r} would do nothing: {why}. {advice} take this gradient with jax.value_and_grad."
     raise LossRefusedError(msg)

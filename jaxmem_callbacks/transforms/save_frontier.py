@@ -10,7 +10,12 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
+from jaxmem_callbacks.records.plans import FrontierPoint
 from jaxmem_callbacks.transforms.costs import (
+    ALIKE,
+    NOTABLE,
+    SIDE,
+    TABLE,
     collective_work,
     equation_flops,
     is_complex,
@@ -35,8 +40,6 @@ from jaxmem_callbacks.transforms.tracing import (
 
 # Where in an equation's parameters the bodies are that are opened.
 _BODIES = {"scan": "jaxpr", "cond": "branches"}
-# An equation below this share of a segment's work is chosen as a whole: what it holds is not worth a choice of its own.
-_WORTH_OPENING = 0.02
 # Derivatives need nothing of what a body is handed and hands out, but the index of a branch.
 _HANDED = core.Primitive("add_any")
 _CHOSEN = core.Primitive("select_n")
@@ -135,7 +138,8 @@ class Opened:
 def opened(eqns: Sequence[Any]) -> Opened:
     """A segment's equations with the dear ones among its inner loops and branches opened."""
     found, costs = Opened(), [_cost(eqn) for eqn in eqns]
-    _open(eqns, costs, found, _WORTH_OPENING * sum(work for _, work in costs), _Run())
+    # What a smaller equation holds is not worth a choice of its own.
+    _open(eqns, costs, found, ALIKE * sum(work for _, work in costs), _Run())
     return found
 
 
@@ -315,13 +319,9 @@ class _Naming:
 _ALL = 2**30
 _ENDLESS = 2**31 - 1
 # More points of one segment than this are finer than the estimate.
-_MOST_POINTS = 24
-# Of so many values every set is tried: 2 to this power, at a few operations on arrays of that length for each equation.
-_MOST_TRIED = 10
-# What is left to compute again below this share of a segment's work is elementwise, which compilers fuse into its readers.
-_CHEAP_SHARE = 0.02
-# Values alike in bytes and work would all be kept at one price. A later one is a little cheaper: it waits shorter.
-_LATER_DISCOUNT = 0.05
+_MOST_POINTS = round(1 / NOTABLE)
+# Of so many values every set is tried, at a few operations on arrays of 2 to this power for each equation.
+_MOST_TRIED = SIDE.bit_length()
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -417,42 +417,11 @@ def _worth_keeping(points: Sequence[SaveSet]) -> list[SaveSet]:
     chosen: list[SaveSet] = []
     for point in sorted(points, key=lambda each: (each.bytes, each.work, each.priced)):
         dear = not chosen or any(
-            last > _CHEAP_SHARE * most for last, most in zip(chosen[-1].costs, chosen[0].costs, strict=True)
+            last > ALIKE * most for last, most in zip(chosen[-1].costs, chosen[0].costs, strict=True)
         )
         if dear and (not chosen or point.work < chosen[-1].work):
             chosen.append(point)
     return chosen
-
-
-@dataclass(frozen=True, slots=True)
-class FrontierPoint:
-    """One point of what a whole loss may keep.
-
-    Attributes:
-        share: Of what keeping everything dear would take, from 0 to 1; `MergedFrontier.keep_within` takes it.
-        bytes: Kept besides the values at the cuts.
-        flops: Operations computed again.
-        peak: Estimated bytes alive at most in the backward pass, for comparisons of one number of segments with another.
-        segments: How many there are.
-        work: Operations computed again with those in whose time is moved what is moved again.
-    """
-
-    share: float
-    bytes: int
-    flops: int
-    peak: int = 0
-    segments: int = 0
-    work: float = 0.0
-
-    def times(self, copies: int) -> FrontierPoint:
-        """The same of so many devices that each compute a part."""
-        return replace(
-            self,
-            bytes=copies * self.bytes,
-            flops=copies * self.flops,
-            peak=copies * self.peak,
-            work=copies * self.work,
-        )
 
 
 def _once(atoms: Sequence[Any]) -> dict[Any, None]:
@@ -497,7 +466,8 @@ class _Graph:
         self.sizes = np.array(sizes, np.float64)
         unkeepable = [var in inner.handed or is_complex(getattr(var.aval, "dtype", None)) for var in made]
         self._unkeepable = np.array(unkeepable, bool) & (self.sizes > 0)
-        self._later = 1.0 + _LATER_DISCOUNT * np.linspace(1.0, 0.0, len(made))
+        # Values alike in bytes and work would all be kept at one price. A later one is a little cheaper: it waits shorter.
+        self._later = 1.0 + NOTABLE * np.linspace(1.0, 0.0, len(made))
         # An equation may take a value twice; twice endless would be more than the flow's whole numbers hold.
         uses = [(number[var], 2 + i) for i, eqn in enumerate(eqns) for var in _once(eqn.invars) if var in number]
         # A derivative that is a function of the equation's own result does not see what was kept of it.
@@ -523,7 +493,7 @@ class _Graph:
     @property
     def dearest_price(self) -> float:
         """Operations a byte, above which nothing is worth keeping."""
-        return 4.0 * (self.work.sum() + len(self.work)) / self.sizes[self.sizes > 0].min(initial=np.inf)
+        return 2 * (self.work.sum() + len(self.work)) / self.sizes[self.sizes > 0].min(initial=np.inf)
 
     def cheapest(self, price: float) -> SaveSet:
         """The cheapest choice where keeping a byte costs as much as ``price`` operations."""
@@ -606,10 +576,8 @@ class _Graph:
         return before[self._makers] & ~before[self._values], ~before[2 : 2 + len(self.work)]
 
 
-# Sums that are formed of two frontiers at most.
-_MOST_SUMS = 2**16
-# Points of a joined frontier, besides those that are cheapest for some price.
-_MOST_BETWEEN = 128
+# Points of a joined frontier, besides those that are cheapest for some price, which are as many at most.
+_MOST_BETWEEN = SIDE // 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -693,7 +661,7 @@ def _both(left: MergedFrontier, right: MergedFrontier, known: dict[tuple[bytes, 
     """Two frontiers joined; layers that were unrolled are alike, and so are the sums of theirs."""
     key = tuple(array.tobytes() for part in (left, right) for array in (part.bytes, part.work))
     if key not in known:
-        enough = len(left.bytes) * len(right.bytes) <= _MOST_SUMS
+        enough = len(left.bytes) * len(right.bytes) <= TABLE
         known[key] = _every_sum(left, right) if enough else _by_price(left, right)
     one, other = known[key].T
     return MergedFrontier(

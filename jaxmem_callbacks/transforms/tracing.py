@@ -474,21 +474,20 @@ def split_arrays(
     return found, join
 
 
-class TracedResult:
-    """The results of one traced call: its arrays are traced, the rest is carried past the trace."""
+def trace(function: Callable[..., Any], arrays: Sequence[Any]) -> tuple[Any, Callable[[Sequence[Any]], Any]]:
+    """A function of arrays as a closed jaxpr, and the function that puts arrays into the place of those among its results.
 
-    def __init__(self) -> None:
-        self._join: Callable[[Sequence[Any]], Any] | None = None
+    What else it returns is carried past the trace.
+    """
+    joins: list[Callable[[Sequence[Any]], Any]] = []
 
-    def split(self, result: Any) -> list[jax.Array]:
-        """Keep everything but the arrays, and return those."""
-        arrays, self._join = split_arrays(result)
-        return arrays
+    def traced(*values: Any) -> list[Any]:
+        found, join = split_arrays(function(*values))
+        joins.append(join)
+        return found
 
-    def join(self, arrays: Sequence[Any]) -> Any:
-        """The user's result with these arrays in it."""
-        assert self._join is not None
-        return self._join(arrays)
+    closed = jax.make_jaxpr(traced)(*arrays)
+    return closed, joins[-1]
 
 
 def traced_dtype(leaf: Any) -> Any:

@@ -11,10 +11,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, final
 
-from jaxmem_callbacks.programs.reading.buffer_assignment import Allocation, Kind, Value, fields_of_message
+from jaxmem_callbacks.programs.reading.buffer_assignment import Allocation, Kind, Value
 from jaxmem_callbacks.programs.reading.buffers import Arguments, peak_of_allocations, schedule_of
 from jaxmem_callbacks.programs.reading.hlo import Instruction, Module, top_level_parts
 from jaxmem_callbacks.records.peaks import Peak, StepSchedule
+from jaxmem_callbacks.records.wire import fields_of_message, varints
 
 # Fields of BufferAssignmentProto, LogicalBufferProto, its Location, BufferAllocationProto and its Assigned.
 _BUFFERS, _ALLOCATIONS = 1, 3
@@ -120,26 +121,15 @@ def _index(at: list[tuple[int, int | bytes]]) -> tuple[int, ...]:
     found: list[int] = []
     for key, value in at:
         if key == _AT_INDEX:
-            found += [value] if isinstance(value, int) else _packed(value)
+            found += [value] if isinstance(value, int) else varints(value)
     return tuple(found)
-
-
-def _packed(data: bytes) -> list[int]:
-    found, value, shift = list[int](), 0, 0
-    for byte in data:
-        value |= (byte & 0x7F) << shift
-        shift += 7
-        if not byte & 0x80:
-            found.append(value)
-            value = shift = 0
-    return found
 
 
 def _parameter(known: Mapping[int, Any]) -> int | None:
     if not known.get(_IS_PARAMETER):
         return None
     index = known.get(_PARAMETER_INDEX, b"")  # with very many arguments XLA packs them in one tuple
-    inside = _packed(index) if isinstance(index, bytes) else [index]
+    inside = list(varints(index)) if isinstance(index, bytes) else [index]
     return inside[0] if inside else known.get(_PARAMETER, 0)
 
 

@@ -6,13 +6,14 @@ import itertools
 import os
 import pathlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jaxmem_callbacks.programs.reading.hlo import Module, constant_bytes, parse_module, recomputed
 from jaxmem_callbacks.records.errors import CompileError
 from jaxmem_callbacks.records.programs import ProgramMemory
+from jaxmem_callbacks.records.wire import fields_of_message
 
 HOST_COLOR = 5
 Kind = Literal["argument", "output", "constant", "temporary", "thread-local"]
@@ -201,8 +202,6 @@ def _ranges(text: str) -> dict[tuple[str, str], tuple[int, int]]:
 # Fields of BufferAssignmentProto and of its BufferAllocationProto.
 _ALLOCATIONS = 3
 _SIZE, _IS_THREAD_LOCAL, _COLOR = 2, 3, 8
-# Kinds of fields on the wire.
-_VARINT, _FIXED64, _LENGTH, _FIXED32 = 0, 1, 2, 5
 
 
 def assigned_bytes(serialized: bytes, platform: str) -> int | None:
@@ -229,39 +228,6 @@ def _numbers(allocation: bytes) -> dict[int, int]:
     """The numbers of one allocation, up to the values that share it, of which a large program has very many."""
     up_to = itertools.takewhile(lambda field: field[0] <= _COLOR, fields_of_message(allocation))
     return {number: value for number, value in up_to if isinstance(value, int)}
-
-
-def fields_of_message(data: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """Number and value of each field of one message.
-
-    Raises:
-        IndexError, ValueError: the bytes are no message.
-    """
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            at += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if not byte & 0x80:
-                return value
-
-    while at < len(data):
-        number, kind = divmod(varint(), 8)
-        if kind == _VARINT:
-            yield number, varint()
-            continue
-        sizes = {_FIXED64: 8, _FIXED32: 4}
-        size = varint() if kind == _LENGTH else sizes.get(kind)
-        if size is None or at + size > len(data):
-            msg = f"no field of kind {kind} with {size} bytes at {at}"
-            raise ValueError(msg)
-        yield number, data[at : at + size]
-        at += size
 
 
 def memory_figures(compiled: Any, platform: str) -> dict[str, int | None]:

@@ -202,12 +202,11 @@ def _at(node: Any, place: Place) -> Any:
 
 def _pairs(value: Any, shardings: Any) -> list[tuple[Any, Any, Any]]:
     """(path, leaf, required sharding or None) for each leaf of a value."""
-    leaves = jax.tree_util.tree_flatten_with_path(value)[0]
+    leaves, tree = jax.tree_util.tree_flatten_with_path(value)
     if isinstance(shardings, jax.sharding.Sharding):
         return [(path, leaf, shardings) for path, leaf in leaves]
-    required = jax.tree.leaves(shardings, is_leaf=lambda node: node is None)
-    if len(required) != len(leaves):  # None that the value holds too
-        required = jax.tree.leaves(shardings)
+    # Up to the value's own leaves: a None is a place anywhere, or one that the value holds too, as a filtered model does.
+    required = tree.flatten_up_to(shardings)
     return [(path, leaf, sharding) for (path, leaf), sharding in zip(leaves, required, strict=True)]
 
 

@@ -24,6 +24,7 @@ from jaxmem_callbacks.programs.steps.donation import UNWRITTEN, LeafUse, Written
 from jaxmem_callbacks.programs.steps.leaves import Leaf, state_arguments
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.peaks import UNPLACED, Peak, StepSchedule, with_total
+from jaxmem_callbacks.records.plans import FrontierPoint
 from jaxmem_callbacks.records.policies import CompilerOptions
 from jaxmem_callbacks.records.programs import Compilation, Conditions, ProgramMemory
 from jaxmem_callbacks.records.units import format_bytes
@@ -142,6 +143,10 @@ class Traced(NamedTuple):
     out_shardings: tuple[Any, ...]  # of each result in order, None where nothing is known of it
     compiler_options: Mapping[str, Any] = MappingProxyType({})  # of the step's jit, the policy's among them
     compiled_with: CompilerOptions | None = None  # the policy's, with the hardware that they are for
+    notes: tuple[str, ...] = ()  # what the policy left as it was, a sentence each
+    frontiers: tuple[
+        tuple[FrontierPoint, ...], ...
+    ] = ()  # of each loss that is surveyed, what it could keep besides its cuts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

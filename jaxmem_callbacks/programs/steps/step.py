@@ -16,9 +16,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, final
 
 import jax
-from jax.core import Tracer
 
 from jaxmem_callbacks._compat.jit_settings import compiler_options_of, in_shardings_of
+from jaxmem_callbacks._compat.trace_state import has_tracer
 from jaxmem_callbacks.config.named import Name, policy_of, resolve_policy
 from jaxmem_callbacks.environment.apply import require_applied
 from jaxmem_callbacks.programs.steps import registry
@@ -70,7 +70,6 @@ from jaxmem_callbacks.transforms.accumulation.equivalence_check import require_a
 from jaxmem_callbacks.transforms.accumulation.microbatch import refuse_second_accumulation
 from jaxmem_callbacks.transforms.gradients import applied
 from jaxmem_callbacks.transforms.policy import ActivePolicy, Gradients, activate, require_used
-from jaxmem_callbacks.transforms.save_frontier import FrontierPoint
 from jaxmem_callbacks.transforms.sharding.infer import require_shardings
 
 _Arguments = ParamSpec("_Arguments")
@@ -372,8 +371,16 @@ class JitStep(Generic[_Arguments, _Results]):
             leaves = as_placed(self._jit_options.pinned(leaves), in_shardings_of(traced, len(leaves)))
             out_shardings = tuple(getattr(info, "sharding", None) for info in jax.tree.leaves(traced.out_info))
             undonated = undonated_names(arguments, leaves, traced.out_info)
-            options = self.policy.options
-            return Traced(traced.jaxpr, leaves, undonated, out_shardings, self.compiler_options, options)
+            return Traced(
+                jaxpr=traced.jaxpr,
+                leaves=leaves,
+                undonated=undonated,
+                out_shardings=out_shardings,
+                compiler_options=self.compiler_options,
+                compiled_with=self.policy.options,
+                notes=self.notes,
+                frontiers=tuple(self._active.frontiers),
+            )
 
     @property
     def compiler_options(self) -> dict[str, Any]:
@@ -392,11 +399,6 @@ class JitStep(Generic[_Arguments, _Results]):
     def notes(self) -> tuple[str, ...]:
         """What the policy left as it was in what has been traced so far, a sentence each."""
         return tuple(self._active.notes)
-
-    @property
-    def frontiers(self) -> tuple[tuple[FrontierPoint, ...], ...]:
-        """What each loss could keep besides its cuts, where the step was made to survey that."""
-        return tuple(self._active.frontiers)
 
     @property
     def left_alone(self) -> tuple[OwnCheckpoint, ...]:
@@ -452,7 +454,7 @@ class JitStep(Generic[_Arguments, _Results]):
     def _compile_and_run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._lock:
             jitted = self._get_or_build_jit(args, kwargs)
-            if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+            if has_tracer(args, kwargs):
                 # inside somebody else's trace: nothing is compiled, donated or compared here
                 self._require_outermost()
                 alone = self.policy.microbatches > 1

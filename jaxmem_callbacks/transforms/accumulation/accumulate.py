@@ -19,12 +19,12 @@ from jaxmem_callbacks.records.arguments import refuse
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.transforms.accumulation.batch import KeyOf, SplitCall, folded
 from jaxmem_callbacks.transforms.tracing import (
-    TracedResult,
     evaluate_closed,
     is_weak,
     open_jaxpr,
     split_arrays,
     subjaxprs,
+    trace,
     typed,
 )
 
@@ -186,15 +186,14 @@ class Accumulated:
 
 def accumulate(call: GradientCall, batch: SplitCall, count: int, key_of: KeyOf = folded) -> Accumulated:
     """The call's results over ``count`` microbatches: gradients summed, everything else stacked."""
-    result = TracedResult()
 
-    def one(number: Any, *arrays: Any) -> list[Any]:
+    def one(number: Any, *arrays: Any) -> Any:
         args, kwargs = batch.microbatch(arrays, number, count, key_of)
-        return result.split(call.differentiate(args, kwargs))
+        return call.differentiate(args, kwargs)
 
-    traced = jax.make_jaxpr(one)(jnp.int32(0), *batch.arrays)
+    traced, join = trace(one, [jnp.int32(0), *batch.arrays])
     avals = cast("Sequence[Any]", traced.out_avals)
-    slots = result.join([Slot(index) for index in range(len(avals))])
+    slots = join([Slot(index) for index in range(len(avals))])
     nothing = {
         i: np.zeros(a.shape, a.dtype) for i, a in enumerate(avals) if a.dtype == jax.dtypes.float0
     }  # of integers
@@ -208,7 +207,7 @@ def accumulate(call: GradientCall, batch: SplitCall, count: int, key_of: KeyOf =
     zeros = {i: zeros_like(aval) for i, aval in enumerate(avals) if i in summed}
     sums, stacks = jax.lax.scan(body, zeros, jnp.arange(count, dtype=jnp.int32))
     filled = {**sums, **stacks, **nothing}
-    parts, gradients = result.join([filled[i] for i in range(len(filled))])
+    parts, gradients = join([filled[i] for i in range(len(filled))])
     types = [avals[slot.index] for slot in _slots(slots[1]) if slot.index in summed]
     return Accumulated(parts=parts, gradients=gradients, types=types, program=traced)
 
@@ -293,14 +292,13 @@ def _joined_aux(call: GradientCall, batch: SplitCall, count: int, aux: Any) -> A
     scales = [isinstance(leaf, jax.Array) and leaf.ndim > 1 for _, leaf in flat]
     full: list[Any] = [None] * len(flat)
     if any(scales):
-        result = TracedResult()
 
-        def of_whole(*arrays: Any) -> list[Any]:
+        def of_whole(*arrays: Any) -> Any:
             (_, (_, found)), _ = call.evaluate(*batch.join(arrays))
-            return result.split(found)
+            return found
 
-        shapes = jax.eval_shape(of_whole, *batch.arrays)
-        full = jax.tree.leaves(result.join(shapes), is_leaf=is_weighted)
+        whole_batch, join = trace(of_whole, batch.arrays)
+        full = jax.tree.leaves(join(whole_batch.out_avals), is_leaf=is_weighted)
     joined_leaves = [
         _joined_leaf(leaf, whole, f"aux{jax.tree_util.keystr(path)}", batch.rows, count)
         for (path, leaf), whole in zip(flat, full, strict=True)

@@ -392,7 +392,7 @@ def _bits(data: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
     return bits.reshape(shape).astype(_UINTS[width])
 
 
-# Each is one more comparison, of a few rows.
+# Tuned: each is one more comparison, of a few rows, and so a program that is compiled with it.
 _MOST = 8
 # What hands a literal on.
 _PASSING = {"broadcast_in_dim", "convert_element_type", "copy", "reshape", "squeeze"}
@@ -434,7 +434,7 @@ def _whole(value: Any) -> int | None:
 
 _MASKS = (0, -100)
 _ROWS_EACH = 2
-_ROWS_OF_NOISE = 5  # a number that hardly any other dimension has: by it noise is known to belong to rows
+_ROWS_OF_NOISE = 5  # Tuned: a number that hardly any other dimension has: by it noise is known to belong to rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ Of a whole step it is made before the first call, by the gradients that the step
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -32,11 +33,11 @@ from jaxmem_callbacks.transforms.accumulation.accumulate import (
     zeros_like,
 )
 from jaxmem_callbacks.transforms.accumulation.batch import WHOLE, SplitCall, sample
+from jaxmem_callbacks.transforms.costs import ALIKE
 from jaxmem_callbacks.transforms.frameworks import framework_of
 from jaxmem_callbacks.transforms.tracing import (
     CHECKPOINTS,
     Equations,
-    TracedResult,
     consts_of,
     derive,
     evaluate,
@@ -50,6 +51,7 @@ from jaxmem_callbacks.transforms.tracing import (
     scan_arity,
     side_effects,
     split_arrays,
+    trace,
     variables,
     with_first_checkpoints,
 )
@@ -101,14 +103,14 @@ def require_weights_that_add_up(call: GradientCall, batch: SplitCall, count: int
 
 def _traced(call: GradientCall, batch: SplitCall, count: int) -> tuple[Equations, list[_Quotient]]:
     """The loss on one of ``count`` microbatches."""
-    result = TracedResult()
 
-    def of_first(*arrays: Any) -> list[Any]:
+    def of_first(*arrays: Any) -> Any:
         args, kwargs = batch.microbatch(arrays, 0, count, lambda key, _: key)
-        return result.split(call.evaluate(args, kwargs)[0])
+        return call.evaluate(args, kwargs)[0]
 
-    flat = flatten(jax.make_jaxpr(of_first)(*batch.arrays))
-    return flat, list(_quotients(result.join(flat.outvars)))
+    closed, join = trace(of_first, batch.arrays)
+    flat = flatten(closed)
+    return flat, list(_quotients(join(flat.outvars)))
 
 
 def _quotients(parts: Any) -> Iterator[_Quotient]:
@@ -161,14 +163,15 @@ def _add_up(part: np.ndarray, whole: np.ndarray, count: int) -> bool:
     return not apart > TOLERANCE[bits] * size
 
 
-# Largest relative difference that rounding explains, by the bits of the coarsest dtype that is computed with. Fewer than 32 are
-# those of what cannot be computed otherwise, such as a kernel.
+# Tuned: documented. Largest relative difference that rounding explains, by the bits of the coarsest dtype that is computed
+# with. Fewer than 32 are those of what cannot be computed otherwise, such as a kernel.
 TOLERANCE = {64: 1e-6, 32: 1e-4, 16: 3e-2, 8: 2e-1}
 _FLOAT32_BITS = 32
+# Tuned: times that rounding is provoked, since one time may by chance move a part of a gradient hardly at all.
 _NUDGES = 3
-# Rounding moves a part of a gradient this many times as far between two programs as between two nudges, at most ...
+# Tuned: rounding moves a part of a gradient this many times as far between two programs as between two nudges, at most ...
 _OF_NUDGES = 10.0
-# ... and no part less than this many units in the last place of the whole.
+# Tuned: ... and no part less than this many units in the last place of the whole.
 _OF_WHOLE = 4.0
 _PERCENT = 0.01
 
@@ -385,7 +388,7 @@ def _aux_apart(
 
 def _turned(tolerance: float) -> float:
     """The share of rows in which rounding turns the largest of several numbers that are almost equal."""
-    return max(0.02, min(8 * tolerance, 0.5))
+    return max(ALIKE, math.sqrt(tolerance))
 
 
 def _difference(ours: jax.Array, theirs: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -526,15 +529,15 @@ def in_float32(call: GradientCall, arrays: Sequence[Any]) -> GradientCall:
 
     def differentiate(args: Any, kwargs: Any) -> Any:
         given, join = split_arrays((args, kwargs))
-        result = TracedResult()
 
-        def traced(*values: Any) -> list[Any]:
+        def traced(*values: Any) -> Any:
             inner_args, inner_kwargs = join(values)
-            return result.split(call.differentiate(inner_args, inner_kwargs))
+            return call.differentiate(inner_args, inner_kwargs)
 
         pairs = zip(given, dtypes, strict=True)
         narrow = [value.astype(dtype) if jnp.issubdtype(dtype, jnp.floating) else value for value, dtype in pairs]
-        return result.join(_evaluated(with_first_checkpoints(jax.make_jaxpr(traced)(*narrow)), given))
+        closed, joined = trace(traced, narrow)
+        return joined(_evaluated(with_first_checkpoints(closed), given))
 
     return replace(call, differentiate=differentiate)
 

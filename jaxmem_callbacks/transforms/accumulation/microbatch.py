@@ -30,7 +30,7 @@ from jaxmem_callbacks.transforms.accumulation.equivalence_check import (
     rounding,
 )
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
-from jaxmem_callbacks.transforms.tracing import TracedResult, derive, evaluate, flatten, split_arrays
+from jaxmem_callbacks.transforms.tracing import derive, evaluate, flatten, split_arrays, trace
 
 
 def refuse_second_accumulation(policy: StepPolicy, *trees: Any) -> None:
@@ -140,15 +140,15 @@ def state_after(call: GradientCall, batch: SplitCall, count: int) -> Any:
     Raises:
         PolicyError: state that the batch changes, such as BatchNorm's statistics; names it.
     """
-    result = TracedResult()
 
-    def of_first(*arrays: Any) -> list[Any]:
+    def of_first(*arrays: Any) -> Any:
         args, kwargs = batch.microbatch(arrays, 0, count, lambda key, _: key)
-        return result.split(call.evaluate(args, kwargs)[1])
+        return call.evaluate(args, kwargs)[1]
 
-    flat = flatten(jax.make_jaxpr(of_first)(*batch.arrays))  # of the loss, only what the state needs is left
+    closed, join = trace(of_first, batch.arrays)
+    flat = flatten(closed)  # of the loss, only what the state needs is left
     needed = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=flat.eqns)
-    state = result.join(evaluate(needed, [*flat.consts, *batch.arrays]))
+    state = join(evaluate(needed, [*flat.consts, *batch.arrays]))
     _require_independent(call, batch, count, state)
     return state
 

@@ -110,6 +110,17 @@ def _along(eqn: Any) -> list[_Way]:
     return [((axis,) * len(eqn.invars), (axis,) * len(eqn.outvars)) for axis in range(length) if axis != own]
 
 
+def _stacked(eqn: Any) -> list[_Way]:
+    """Operands side by side along a new axis."""
+    own, length = eqn.params["axis"], len(shape_of(eqn.invars[0]))
+    return [((axis,) * len(eqn.invars), (axis + (axis >= own),)) for axis in range(length)]
+
+
+def _unstacked(eqn: Any) -> list[_Way]:
+    own, length = eqn.params["axis"], len(shape_of(eqn.invars[0]))
+    return [((axis,), (axis - (axis > own),) * len(eqn.outvars)) for axis in range(length) if axis != own]
+
+
 def _broadcast(eqn: Any) -> list[_Way]:
     out, source = shape_of(eqn.outvars[0]), shape_of(eqn.invars[0])
     given = {int(axis): place for place, axis in enumerate(eqn.params["broadcast_dimensions"])}
@@ -241,7 +252,9 @@ _WAYS: dict[str, Callable[[Any], list[_Way]]] = {
     "pad": _padded,
     "rev": _reversed,
     "squeeze": _reduced,
+    "stack": _stacked,
     "transpose": _transposed,
+    "unstack": _unstacked,
 }
 
 
