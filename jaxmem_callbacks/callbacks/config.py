@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,18 @@ from jaxmem_callbacks.config.named import Name, load_named
 from jaxmem_callbacks.environment.apply import require_applied
 from jaxmem_callbacks.probes.protocol import Probe
 from jaxmem_callbacks.readers.decoding import read_plan
+from jaxmem_callbacks.readers.stores import Store, is_address, opener, packages_for
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arguments import refuse, require_path
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import LEAST_GROWTH_STEPS, EnvironmentSettings, MonitorSettings, Preset
 from jaxmem_callbacks.records.runs import MemoryEvent
+from jaxmem_callbacks.records.secrets import without_secrets
 from jaxmem_callbacks.records.units import KIB
 from jaxmem_callbacks.writers.adapters import as_writer
 from jaxmem_callbacks.writers.protocol import Writer
+
+_CUT_ADDRESS = re.compile(r"(?:gs|gcs|s3|s3a|az|abfs|abfss|hdfs|hf|memory|file):/(?!/)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,8 +35,10 @@ class MonitorArguments:
     Attributes:
         settings: Cadences and thresholds.
         folder: For the run's files, or None.
+        address: Where they are copied to, such as ``gs://bucket/runs/a``, with what opens it; or None.
         probes: The user's own, or None for the built-in ones.
         writers: The user's own loggers.
+        on_event: Takes each event, or None.
         plan: What the step is expected to need, or None.
         split: How the preset's policy splits the state over a mesh; see `split_of`.
         versions: Those that decide whether the plan is about this process.
@@ -40,15 +47,19 @@ class MonitorArguments:
 
     settings: MonitorSettings
     folder: Path | None
+    address: tuple[str, Callable[[], Store]] | None
     probes: Sequence[Probe] | None
     writers: tuple[Writer, ...]
+    on_event: Callable[[MemoryEvent], object] | None
     plan: PlanRecord | None
     split: str | None
     versions: Mapping[str, str]
     unverified: Preset | None
 
 
-def monitor_arguments(preset: Any, *, logdir: Any, writer: Any, plan: Any, probes: Any) -> MonitorArguments:
+def monitor_arguments(  # noqa: PLR0913 - those of the monitor
+    preset: Any, *, logdir: Any, writer: Any, on_event: Any, plan: Any, probes: Any
+) -> MonitorArguments:
     """Check the arguments of ``MemoryMonitor``.
 
     Raises:
@@ -56,11 +67,14 @@ def monitor_arguments(preset: Any, *, logdir: Any, writer: Any, plan: Any, probe
     """
     planned = _plan_of(plan)
     given = preset_given(preset)
+    address = _address_of(logdir)
     return MonitorArguments(
         settings=_settings_of(given),
-        folder=_folder_of(logdir),
+        folder=None if address else _folder_of(logdir),
+        address=address,
         probes=None if probes is None else _probes_of(probes),
         writers=_writers_of(writer),
+        on_event=_event_callable(on_event),
         plan=planned,
         split=split_of(given),
         versions=versions_now(),
@@ -150,23 +164,40 @@ def versions_now() -> dict[str, str]:
 
 
 def _folder_of(logdir: str | os.PathLike[str] | None) -> Path | None:
-    """The folder for the run's files.
+    """The local folder for the run's files.
 
     Raises:
         TypeError: no path.
-        ValueError: an address that is no local folder.
     """
-    if logdir is None:
+    return None if logdir is None else require_path("MemoryMonitor", "logdir", logdir, "runs/a")
+
+
+def _address_of(logdir: Any) -> tuple[str, Callable[[], Store]] | None:
+    """An address that is no local folder, and what opens it.
+
+    Raises:
+        ValueError: no installed package opens it, or `pathlib.Path` took a slash of it.
+    """
+    text = os.fspath(logdir) if isinstance(logdir, str | os.PathLike) else ""
+    if not isinstance(text, str):
         return None
-    place = require_path("MemoryMonitor", "logdir", logdir, "runs/a")
-    text = os.fspath(logdir)
-    if "://" in text:
+    if not is_address(text):
+        if isinstance(logdir, Path) and (cut := _CUT_ADDRESS.match(text)):
+            start = f"{cut[0]}/..."
+            msg = (
+                f"logdir={without_secrets(text)!r} was the address of a store before pathlib.Path took one of its slashes. Give "
+                f"it as text: logdir={start!r}."
+            )
+            raise ValueError(msg)
+        return None
+    opens = opener(text)
+    if opens is None:
         msg = (
-            f"logdir={text!r} is no local folder, and JSON lines cannot be appended there. Give a local folder and copy it, or "
+            f"logdir={without_secrets(text)!r} is no local folder, and {packages_for(text)}. Give a local folder and copy it, or "
             "pass the framework's own writer by writer=."
         )
         raise ValueError(msg)
-    return place
+    return text, opens
 
 
 def _probes_of(probes: Any) -> Sequence[Probe]:
@@ -195,7 +226,7 @@ def _writers_of(writer: Any) -> tuple[Writer, ...]:
     return tuple(as_writer(one) for one in each)
 
 
-def event_callable(on_event: Any) -> Callable[[MemoryEvent], object] | None:
+def _event_callable(on_event: Any) -> Callable[[MemoryEvent], object] | None:
     """What takes the events.
 
     Raises:
@@ -224,6 +255,7 @@ def _check(settings: MonitorSettings) -> None:
             ),
             ("near_oom_headroom", "a share from 0 to under 1", 0 <= settings.near_oom_headroom < 1),
             ("near_oom_steps", "at least 1", settings.near_oom_steps >= 1),
+            ("near_oom_profiles", "at least 0", settings.near_oom_profiles >= 0),
             ("fragmentation_share", "a share above 0, at most 1", 0 < settings.fragmentation_share <= 1),
             ("growth_steps", f"at least {LEAST_GROWTH_STEPS}", settings.growth_steps >= LEAST_GROWTH_STEPS),
             ("growth_min_bytes", "at least 1 byte", settings.growth_min_bytes >= 1),

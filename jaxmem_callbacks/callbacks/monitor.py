@@ -8,9 +8,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, Self, TypeVar, cast, final
 
 from jaxmem_callbacks.analysis.array_detectors import (
     GrowthDetector,
@@ -21,20 +22,24 @@ from jaxmem_callbacks.analysis.array_detectors import (
 from jaxmem_callbacks.analysis.compile_detectors import DonationDetector, PlanDetector, RecompilationDetector
 from jaxmem_callbacks.analysis.limit_detectors import FragmentationDetector, NearOomDetector
 from jaxmem_callbacks.analysis.observation import Detector
-from jaxmem_callbacks.callbacks.background import Faults, Ticker
-from jaxmem_callbacks.callbacks.config import event_callable, monitor_arguments
+from jaxmem_callbacks.callbacks.background import PATIENCE_S, SHORT_S, Faults, Ticker
+from jaxmem_callbacks.callbacks.config import monitor_arguments
 from jaxmem_callbacks.callbacks.cross_process import Exchange
+from jaxmem_callbacks.callbacks.mirror import PART_BYTES, Mirror
 from jaxmem_callbacks.callbacks.recorder import Outputs, Recorder
 from jaxmem_callbacks.callbacks.sampler import NEVER, DueTimes, Sampler, Stamp
+from jaxmem_callbacks.callbacks.wrapped import WrappedStep
 from jaxmem_callbacks.config.named import Name
 from jaxmem_callbacks.environment.apply import verify
 from jaxmem_callbacks.environment.process import process_facts
 from jaxmem_callbacks.probes.device_memory import AllocatorProbe, DriverProbe, devices_here
 from jaxmem_callbacks.probes.host import HostProbe, largest_containers
 from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
+from jaxmem_callbacks.probes.memory_profile import NearOomProfiles
 from jaxmem_callbacks.probes.protocol import Probe
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.errors import EnvironmentSettingError
+from jaxmem_callbacks.records.arguments import require_callable
+from jaxmem_callbacks.records.errors import EnvironmentSettingError, RunFileError
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.presets import MonitorSettings, Preset
 from jaxmem_callbacks.records.runs import MemoryEvent
@@ -96,6 +101,8 @@ def report_environment(preset: Preset, faults: Faults) -> None:
 
 
 _LOOK_S = 0.1
+_Step = TypeVar("_Step", bound=Callable[..., Any])
+_MAPPED = ("near_oom", "fragmentation", "growth")  # events at which the next call maps the heap
 
 
 @final
@@ -114,7 +121,8 @@ class MemoryMonitor:
         preset: A ``Preset``, its name (several joined by ``+``) or path, ``MonitorSettings``, or None for the defaults.
         logdir: Folder for the event file and ``memory.jsonl``, which process 0 writes; others write events of their own, if any
             (docs/faults.md). None writes no files but the report of an out-of-memory failure that passes the monitor's
-            ``with`` (docs/oom.md).
+            ``with`` (docs/oom.md). An address such as ``gs://bucket/runs/a`` is written to through fsspec or etils.epath, by
+            copies of a local folder (docs/faults.md).
         writer: The user's own logger, or several: see ``as_writer``. It is called from the monitor's thread.
         on_event: Called with each ``MemoryEvent`` of this process, on the monitor's thread, after the event was written. One that
             raises is reported once and switched off; one that hangs is left behind, as a writer is (docs/faults.md).
@@ -125,7 +133,7 @@ class MemoryMonitor:
 
     Raises:
         TypeError: a preset, plan, writer, callable, probe or folder that is none.
-        ValueError: settings out of range, a ``logdir`` that is no local folder, or a path at which there is no plan.
+        ValueError: settings out of range, a ``logdir`` that no installed package opens, or a path at which there is no plan.
 
     Example:
         >>> with MemoryMonitor() as monitor:
@@ -147,9 +155,13 @@ class MemoryMonitor:
         plan: Any = None,
         probes: Sequence[Probe] | None = None,
     ) -> None:
-        given = monitor_arguments(preset, logdir=logdir, writer=writer, plan=plan, probes=probes)
+        given = monitor_arguments(preset, logdir=logdir, writer=writer, on_event=on_event, plan=plan, probes=probes)
         settings, look_s = given.settings, min(_LOOK_S, given.settings.scan_s, given.settings.window_s)
         self._faults = Faults(settings.on_error)
+        self._mirror = None if given.address is None else Mirror(*given.address, self._faults.print)
+        folder = given.folder if self._mirror is None else self._mirror.folder
+        if self._mirror is not None and settings.jsonl_part_bytes is None:
+            settings = replace(settings, jsonl_part_bytes=PART_BYTES)
         self._sampler = Sampler(
             settings,
             probes=(AllocatorProbe(), LiveArraysProbe(), HostProbe(), DriverProbe())
@@ -157,14 +169,18 @@ class MemoryMonitor:
             else given.probes,
             faults=self._faults,
             look_s=look_s,
-            has_folder=given.folder is not None,
+            has_folder=folder is not None,
         )
         self._detectors = detectors_of(
             settings, split=given.split, plan=given.plan, versions=given.versions, since_s=time.time()
         )
-        outputs = Outputs(settings, given.folder, given.writers, self._faults, on_event=event_callable(on_event))
+        shown = folder if given.address is None else given.address[0]
+        outputs = Outputs(settings, folder, given.writers, self._faults, on_event=given.on_event, shown=shown)
         self._recorder = Recorder(settings, outputs, self._faults, look_s=look_s, plan=given.plan)
         self._exchange = None if settings.processes_s is None else Exchange(settings.processes_s, self._faults)
+        self._profiles = (
+            None if folder is None else NearOomProfiles(settings.near_oom_profiles, folder, shown or folder)
+        )
         self._unverified = given.unverified
         self._logdir, self._reserve, self._before = given.folder, MemoryReserve(), CallCounts()
         self._ticker = Ticker(look_s, weakref.WeakMethod(self._try_look))
@@ -217,6 +233,34 @@ class MemoryMonitor:
         if not force or step != self._sampler.latest_step():
             self(step, None if loss is None else {"loss": loss})
 
+    def wrap(self, train_step: _Step, step: Callable[..., Any] | None = None) -> _Step:
+        """A train step that records each of its calls, for a training loop that has no hooks (docs/frameworks.md).
+
+        Put it in the place of the function that the loop calls. It returns and raises what that function does, and has its
+        attributes, such as ``lower``. Inside a trace nothing is recorded: wrap what ``jax.jit`` returned, not what it takes.
+
+        Args:
+            train_step: A jitted step, or a function that runs one.
+            step: Called with the same arguments before each call; returns the step's number, a Python int. None counts calls
+                from 0, as does one that raised.
+
+        Raises:
+            TypeError: an argument that cannot be called.
+
+        Example:
+            >>> import jax
+            >>> with MemoryMonitor() as monitor:
+            ...     train_step = monitor.wrap(jax.jit(lambda state, batch: state + batch))
+            ...     state = train_step(train_step(0.0, 1.0), 2.0)
+            >>> float(state)
+            3.0
+        """
+        require_callable("MemoryMonitor.wrap", "train_step", train_step, "a jitted step, or a function that runs one")
+        if step is not None:
+            expected = "a function of the step's arguments that returns its number, or None"
+            require_callable("MemoryMonitor.wrap", "step", step, expected)
+        return cast("_Step", WrappedStep(train_step, step, self, self._faults))
+
     def sample(self, step: int) -> dict[str, float]:
         """Record that a step was dispatched and return what is known, for a logger of the caller's.
 
@@ -254,7 +298,7 @@ class MemoryMonitor:
 
         Call it on the thread that calls the hook: it asks live arrays for their addresses.
         """
-        self._take_heap(self._sampler.latest_step())
+        self._take_heap(self._sampler.latest_step(), drawn=True)
         self._look_now()
         self._faults.raise_pending()
 
@@ -277,10 +321,28 @@ class MemoryMonitor:
     ) -> None:
         self._reserve.release()
         if error is not None:
-            report_oom(error, ReportSettings(), self, self._before)
+            report = report_oom(error, ReportSettings(), self, self._before)
+            if report is not None:
+                self._take_heap(self._sampler.latest_step(), drawn=True)
+            if report is not None and self._mirror is not None and self._has_thread:
+                self._faults.attempt("copying the failure's report", self._mirror.add, report, default=None)
         self._finish(wait=kind is None)
         if kind is None:
             self._faults.raise_pending()
+
+    def _repr_html_(self) -> str | None:
+        """The report of the run so far in a notebook, as `jaxmem report` writes it; None where no folder has its lines."""
+        from jaxmem_callbacks.readers.runs import stories_of
+        from jaxmem_callbacks.writers.report import framed_report
+
+        folder = self._logdir if self._mirror is None else self._mirror.folder
+        if folder is None:
+            return None
+        try:
+            newest = stories_of(folder)[-1]
+        except (RunFileError, OSError):  # such as before the first step
+            return None
+        return framed_report(newest, source=str(folder))
 
     def _latest(self) -> dict[str, float]:
         latest = self._recorder.latest(self._sampler.now())
@@ -306,6 +368,8 @@ class MemoryMonitor:
 
     def _start(self) -> None:
         if os.getpid() == self._pid:
+            if self._mirror is not None:
+                self._mirror.start()
             self._ticker.start()  # raises where no thread can be had: then nothing runs, and nobody waits for it
             self._running = True
             atexit.register(self._at_exit)
@@ -316,9 +380,9 @@ class MemoryMonitor:
         else:
             due.trace_s = NEVER
 
-    def _take_heap(self, step: int) -> None:
+    def _take_heap(self, step: int, *, drawn: bool = False) -> None:
         if self._has_thread:
-            self._sampler.heaps.take(step)
+            self._sampler.heaps.take(step, drawn=drawn)
 
     def _switch_off(self) -> None:
         self._append, self._due = _ignore, DueTimes(next_s=NEVER)
@@ -354,19 +418,26 @@ class MemoryMonitor:
         for detector in self._detectors:
             events.extend(self._faults.attempt(type(detector).__name__, detector.detect, observation, default=()))
         self._recorder.record(observation, events, last=last)
+        if any(event.kind in _MAPPED for event in events):
+            self._sampler.due.ask_heap_map()
+        if self._profiles is not None:
+            self._faults.attempt("the profile near OOM", self._profiles.keep, events, default=None)
 
     def _finish(self, *, wait: bool = True) -> None:
         self._switch_off()
         self._sampler.stop()
         if not self._has_thread:
+            if self._mirror is not None:
+                self._mirror.discard()
             self._running = False
             return
         atexit.unregister(self._at_exit)
         if wait:
-            self._faults.attempt("waiting for metrics", self._sampler.wait_for_metrics, default=None)
-            self._take_heap(self._sampler.latest_step())
+            self._sampler.take_last()
         if not self._ticker.stop(self._end):
             self._report_hang()
+        if self._mirror is not None:
+            self._mirror.finish(PATIENCE_S if wait else SHORT_S)
         self._running = False
         self._sampler.let_go()
 

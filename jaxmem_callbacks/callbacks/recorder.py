@@ -128,7 +128,7 @@ class Recorder:
         self._write_table(observation, due=due)
         if due and self.takes_pictures:
             self._write_figure()
-        self._write_heap(observation.heaps)
+        self._write_heap(observation.heaps, drawn=observation.draws_heap)
         self._flush()
 
     def record_messages(self, messages: Sequence[str], step: int) -> None:
@@ -258,7 +258,8 @@ class Recorder:
         if shape == self._known_shape and not due:
             return
         self._known_shape = shape
-        rows = [(row.figure, row.latest, row.source, row.text) for row in self._known.rows()]
+        known_first = sorted(self._known.rows(), key=lambda row: not row.known)
+        rows = [(row.figure, row.latest, row.source, row.text) for row in known_first]
         self._write(
             LoggedTable(tag=KNOWN_TAG, step=observation.step, time_s=observation.time_s, columns=COLUMNS, rows=rows)
         )
@@ -268,13 +269,13 @@ class Recorder:
         if picture is not None:
             self._write(picture)
 
-    def _write_heap(self, heaps: Sequence[HeapMap]) -> None:
-        """The device that holds most is written, and drawn for writers that show pictures."""
+    def _write_heap(self, heaps: Sequence[HeapMap], *, drawn: bool) -> None:
+        """The device that holds most is written, and where it is to be drawn, for writers that show pictures."""
         fullest = max(heaps, key=lambda heap: sum(buffer.bytes for buffer in heap.buffers), default=None)
         if fullest is None or not fullest.buffers:
             return
         self._write(fullest)
-        if not self.takes_pictures:
+        if not drawn or not self.takes_pictures:
             return
         picture = self._faults.attempt("the heap figure", draw_heap, fullest, default=None)
         if picture is not None:
@@ -340,9 +341,10 @@ class Outputs:
         writers: The user's own; only the first process writes to them.
         faults: Reports writers and the folder.
         on_event: Takes each event of this process, or None.
+        shown: Where its user finds the run: the folder, or the address that it is copied to.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a keyword
         self,
         settings: MonitorSettings,
         logdir: Path | None,
@@ -350,9 +352,11 @@ class Outputs:
         faults: Faults,
         *,
         on_event: Callable[[MemoryEvent], object] | None = None,
+        shown: Path | str | None = None,
     ) -> None:
         self._settings, self._faults, self._users = settings, faults, writers
         self._logdir, self._folder, self._on_event = logdir, logdir or Path(), on_event
+        self._shown = shown or logdir
         self._run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:6]}"
         self._writers: dict[str, Writer] | None = None  # by the name that a fault is reported under
         self._in_folder: frozenset[str] = frozenset()
@@ -437,7 +441,7 @@ class Outputs:
 
     def _log(self) -> Writer:
         """Of every process, since each sees its own events; the run's end is logged once."""
-        return LogWriter(self._logdir, limit_bytes=self._settings.limit_bytes, ends=jax.process_index() == 0)
+        return LogWriter(self._shown, limit_bytes=self._settings.limit_bytes, ends=jax.process_index() == 0)
 
     def _own_events(self) -> list[Writer]:
         """Without the folder's lock, which the first process may have on the same machine: no other has these files."""

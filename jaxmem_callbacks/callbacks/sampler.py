@@ -126,6 +126,9 @@ class DueTimes:
         self.rare_s = min(self.start_s, self.trace_s, self.heap_map_s, self.raise_s)
 
 
+_CLEARLY_MORE = 1.05  # a run that grows and grows has some ninety maps from 1 GiB to 80 GiB
+
+
 @final
 class HeapMaps:
     """The latest maps that were not collected yet.
@@ -143,20 +146,36 @@ class HeapMaps:
         self._faults = faults
         self._probe = HeapProbe()
         self._taken: tuple[HeapMap | Unavailable, ...] = ()
+        self._most_bytes = 0
+        self._drawn = False
 
-    def take(self, step: int) -> None:
-        """Read the addresses now, on the caller's thread."""
+    def take(self, step: int, *, drawn: bool = False) -> None:
+        """Read the addresses now, on the caller's thread; ``drawn`` where there is to be a picture, whatever the time."""
+        self._drawn |= drawn
         self._taken = tuple(self._faults.attempt("the heap map", self._probe.read, step, default=()))
 
-    def collect(self) -> tuple[Sequence[HeapMap], Sequence[Unavailable]]:
-        """What was taken since the last time: maps, and why there are none. Once a span the next call is asked for one."""
+    def collect(self, live_bytes: int = 0) -> tuple[Sequence[HeapMap], Sequence[Unavailable], bool]:
+        """What was taken since the last time: maps, why there are none, and whether to draw them.
+
+        The next call is asked for one once a span, and when live arrays hold clearly more than ever before. The latter is not
+        drawn, since a run that begins or grows has many of them, and a picture takes a tenth of a second.
+
+        Args:
+            live_bytes: The most that live arrays hold on one device now; 0 where they were not looked at.
+        """
         now = time.monotonic()
-        if self._spans.is_over(now):
+        due, grown = self._spans.is_over(now), live_bytes > _CLEARLY_MORE * self._most_bytes
+        if due:
             self._spans.begin(now)
-            self._due.ask_heap_map()
+        if grown:
+            self._most_bytes = live_bytes
         taken, self._taken = self._taken, ()
+        drawn = self._drawn and bool(taken)
+        self._drawn = due or (self._drawn and not taken)
+        if due or grown:
+            self._due.ask_heap_map()
         maps = [each for each in taken if isinstance(each, HeapMap)]
-        return maps, [each for each in taken if isinstance(each, Unavailable)]
+        return maps, [each for each in taken if isinstance(each, Unavailable)], drawn
 
 
 MOST_ARRAYS = 5000  # looking at so many takes some milliseconds of every step
@@ -348,7 +367,8 @@ class Sampler:
             seen.extend(self._scan(whole=scan))
         elif self._saves.running:  # the training thread may not come by, and this costs microseconds
             seen.extend(self._cheap())
-        heaps, no_heaps = self.heaps.collect()
+        live = (each.live_array_bytes or 0 for each in seen if isinstance(each, Reading))
+        heaps, no_heaps, draws_heap = self.heaps.collect(max(live, default=0))
         return Observation(
             step=self._step,
             time_s=time.time(),
@@ -359,6 +379,7 @@ class Sampler:
             metrics=self._faults.attempt("reading metrics", self._ready_metrics, default=()),
             dropped=self._dropped,
             heaps=heaps,
+            draws_heap=draws_heap,
             trace=self.traces.collect(),
             saves=self._spans_of(self._saves.drain()),
         )
@@ -383,8 +404,13 @@ class Sampler:
         seen = self._allocator.read(self._step) if self._allocator is not None else ()
         return [each for each in seen if isinstance(each, Reading)]
 
-    def wait_for_metrics(self) -> None:
-        """At the end of a run, give the metrics of running steps a moment, by looking at them; no device is waited for."""
+    def take_last(self) -> None:
+        """At the end of a run, wait a moment for the metrics of running steps, and take a heap map."""
+        self._faults.attempt("waiting for metrics", self._wait_for_metrics, default=None)
+        self.heaps.take(self.latest_step(), drawn=True)
+
+    def _wait_for_metrics(self) -> None:
+        """Give the metrics of running steps a moment, by looking at them; no device is waited for."""
         deadline = time.monotonic() + _LAST_WAIT_S
         while time.monotonic() < deadline and not all(
             all_ready(values) for *_, values in (*self._awaited, *self._held)

@@ -24,9 +24,9 @@ from jaxmem_callbacks.analysis.comparing import (
 )
 from jaxmem_callbacks.cli.exit_codes import GREW, OK
 from jaxmem_callbacks.cli.other_jax import inspect_by, version_words
-from jaxmem_callbacks.cli.typed import place, whole
+from jaxmem_callbacks.cli.typed import place, run_place, whole
 from jaxmem_callbacks.readers.accounts import read_account
-from jaxmem_callbacks.records.documents import Document, Section, as_markdown, as_text, put_document
+from jaxmem_callbacks.records.documents import Document, Section, as_markdown, put_document
 from jaxmem_callbacks.records.errors import ComparisonError
 from jaxmem_callbacks.records.files import write_file
 from jaxmem_callbacks.records.terminal import put
@@ -39,10 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "before",
         metavar="A",
-        type=place,
-        help="a logdir, a plan's JSON, or `jaxmem inspect --json` output; with --jax the script",
+        type=run_place,
+        help="a logdir or its address, a plan's JSON, or `jaxmem inspect --json` output; with --jax the script",
     )
-    parser.add_argument("after", metavar="B", type=place, nargs="?", help="the same of today; nothing with --jax")
+    parser.add_argument("after", metavar="B", type=run_place, nargs="?", help="the same of today; nothing with --jax")
     parser.add_argument(
         "--max-regress", metavar="N%", help="exit with 1 where judged bytes grew by more; without it nothing is judged"
     )
@@ -111,7 +111,7 @@ def _write_page(path: Path | None, *documents: Document) -> None:
     """
     if path is None:
         return
-    from jaxmem_callbacks.writers.page import document_html
+    from jaxmem_callbacks.records.page import document_html
 
     blocks = [block for each in documents for block in each.blocks]
     try:
@@ -143,7 +143,11 @@ def _between_versions(args: argparse.Namespace, most: Fraction | None) -> int:
         put(json.dumps(_as_json(found, buffers), indent=1) + "\n", as_json=True)
     else:
         _put(bytes_grown, args)
-        put("\n" + (as_markdown(new_buffers) if args.markdown else as_text(new_buffers)) + "\n")
+        put("\n")
+        if args.markdown:
+            put(as_markdown(new_buffers) + "\n")
+        else:
+            put_document(new_buffers)
     return _exit_code(found)
 
 

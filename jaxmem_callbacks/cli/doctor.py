@@ -31,7 +31,7 @@ from jaxmem_callbacks.environment.process import (
 from jaxmem_callbacks.probes.host import HostProbe
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.documents import Block, Code, Document, Section, Table, as_text
+from jaxmem_callbacks.records.documents import Block, Code, Document, Section, Table, put_document
 from jaxmem_callbacks.records.environment import DeviceFacts, Figure, Finding, Platform, ProcessFacts
 from jaxmem_callbacks.records.runs import Reading
 from jaxmem_callbacks.records.terminal import put
@@ -59,7 +59,10 @@ def run(args: argparse.Namespace) -> int:
     seen = process_facts(started=settings_were_read())
     devices, failed = _started(seen) if args.start else (None, ())
     report = _Report(seen=seen, findings=(*findings(seen), *failed), devices=devices)
-    put((json.dumps(report.as_json(), indent=2) if args.json else report.as_text()) + "\n", as_json=args.json)
+    if args.json:
+        put(json.dumps(report.as_json(), indent=2) + "\n", as_json=True)
+    else:
+        put_document(report.document(), width=_WIDTH)
     return FINDINGS if report.findings else OK
 
 
@@ -88,7 +91,7 @@ class _Report:
             has_driver=ctypes.util.find_library("nvidia-ml") is not None,
         )
 
-    def as_text(self) -> str:
+    def document(self) -> Document:
         effect = [(setting, value, f"({source})") for setting, value, source in in_effect(self.seen)]
         others = self._others()
         wrong = [block for finding in self.findings for block in _finding(finding)]
@@ -99,7 +102,7 @@ class _Report:
             Section(f"Wrong: {len(self.findings)}", wrong) if wrong else "Nothing is wrong with these settings.",
             Section("Figures that exist here", [Table((), [_row(figure) for figure in self.figures], folded=True)]),
         ]
-        return as_text(Document(blocks), width=_WIDTH)
+        return Document(blocks)
 
     def _machine(self) -> list[tuple[str, str]]:
         seen = self.seen

@@ -47,6 +47,7 @@ _OF_COMMANDS: dict[str, dict[int, str]] = {
     "oom": {OK: "the log has a failure for want of memory", NOTHING_FOUND: "it has none"},
     "plan": {OK: "the chosen policy fits, or no budget is known", DOES_NOT_FIT: "nothing fits the budget", **_SCRIPT},
     "presets": {OK: "every preset is right"},
+    "profile": {OK: "the profile was shown", **_SCRIPT},
     "report": {OK: "the page was written"},
     "simulate": {OK: "settings survive the trace", NONE_SURVIVES: "none do"},
     "targets": {OK: "what was asked for is here", FAILED: "pip failed, in its own words"},

@@ -7,19 +7,25 @@ import dataclasses
 import functools
 import json
 import sys
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from jaxmem_callbacks.cli.exit_codes import FAILED, OK
 from jaxmem_callbacks.cli.script import Reached, ScriptFailedError, add_script_arguments, at_step, show_start
 from jaxmem_callbacks.cli.source import source_of
-from jaxmem_callbacks.cli.typed import whole
+from jaxmem_callbacks.cli.typed import place, whole
 from jaxmem_callbacks.programs.targets.target import resolve_target
+from jaxmem_callbacks.records.documents import Document, Table, put_document
 from jaxmem_callbacks.records.errors import CompileError
 from jaxmem_callbacks.records.peaks import Buffer, Peak, short_shape
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.plan_progress import inspect_progress
+
+if TYPE_CHECKING:  # which imports JAX: the command line reads this module before
+    from jaxmem_callbacks.programs.memory import StepMemory
 
 # What JAX's paths of operations have of each loop and checkpoint; the step's own name comes before them.
 _OF_EVERY_LOOP = {"while", "body", "closed_call", "checkpoint"}
@@ -32,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--top", type=whole("buffers"), default=10, metavar="N", help="buffers of the peak to show (10; 0: none)"
+    )
+    parser.add_argument(
+        "--perfetto",
+        metavar="FILE",
+        type=place,
+        help="also write the bytes within the step as a trace, which ui.perfetto.dev and chrome://tracing open",
     )
     parser.add_argument(
         "--json", action="store_true", help="print one JSON object instead of tables, which jaxmem compare reads"
@@ -59,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
             return at_step(
                 args.script,
                 lambda reached: functools.partial(
-                    _print, _Report.of(reached, args.target, args.top), as_json=args.json
+                    _print, _Report.of(reached, args.target, args.top), as_json=args.json, trace=args.perfetto
                 ),
                 args.script_args,
                 step=args.step,
@@ -71,9 +83,38 @@ def run(args: argparse.Namespace) -> int:
         return FAILED
 
 
-def _print(report: _Report, *, as_json: bool) -> int:
-    put((json.dumps(report.as_json(), indent=2) if as_json else report.as_text()) + "\n", as_json=as_json)
+def _print(report: _Report, *, as_json: bool, trace: Path | None) -> int:
+    if as_json:
+        put(json.dumps(report.as_json(), indent=2) + "\n", as_json=True)
+    else:
+        put_document(*report.documents())
+    if trace is not None:
+        _write_trace(trace, report.memory)
+        if not as_json:
+            put(f"wrote {trace}\n")
     return OK
+
+
+def _write_trace(path: Path, memory: StepMemory) -> None:
+    """The step's bytes over its schedule.
+
+    Raises:
+        CompileError: they are unknown here.
+        RunFileError: the file cannot be written.
+    """
+    from jaxmem_callbacks.writers.perfetto import write_trace_of_steps
+
+    if memory.schedule is None:
+        why = (
+            "they are read for the attached devices only"
+            if memory.program.target != "attached"
+            else "its compiler hands over no buffer assignment"
+        )
+        msg = (
+            f"{path} is not written: the bytes of {memory.program.name} within the step are unknown here, since {why}."
+        )
+        raise CompileError(msg)
+    write_trace_of_steps(path, {memory.program.name: memory.schedule})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,27 +165,23 @@ class _Report:
             alive_bytes=None if reached.alive is None else reached.alive.bytes,
         )
 
-    def as_text(self) -> str:
-        from jaxmem_callbacks.programs.memory import buffer_table
-        from jaxmem_callbacks.records.documents import Document, Table, as_text
+    def documents(self) -> Iterator[Document | str]:
+        from jaxmem_callbacks.programs.memory import buffer_table, memory_document
 
-        parts = [str(self.memory)]
+        yield memory_document(self.memory.program, self.memory.arguments, self.memory.warnings)
         if self.plain is not None:
             policy = f"remat={self.policy.remat}, donated {format_bytes(self.memory.donated_bytes)}"
             head = f"Against the plain step, without remat and donation (policy: {policy})"
             table = Table(("", "plain step", "with its policy"), self._compared(), ("left", "right", "right"))
-            parts.append(as_text(Document([head, table])))
+            yield Document([head, table])
         if self.plain_refused is not None:
-            parts.append(f"The plain step, without remat and donation: {self.plain_refused}")
+            yield f"The plain step, without remat and donation: {self.plain_refused}"
         if self.peak is not None:
             largest = buffer_table([_short(buffer) for buffer in self.peak.buffers[: self.top]])
-            parts += [
-                str(self.peak),
-                as_text(Document(self.causes)),
-                as_text(Document(["Its largest buffers", largest])),
-            ]
-        parts.append(as_text(Document(self.remarks)))
-        return "\n\n".join(filter(None, parts))
+            yield self.peak.document()
+            yield Document(self.causes)
+            yield Document(["Its largest buffers", largest])
+        yield Document(self.remarks)
 
     def _compared(self) -> list[tuple[str, str, str]]:
         words = {"step": "step_bytes", "arguments": "argument_bytes", "outputs": "output_bytes"}

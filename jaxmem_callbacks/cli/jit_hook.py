@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import inspect
 import os
+import sys
 import types
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from typing import Any, cast
 
 import jax
-from jax.core import Tracer
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from jaxmem_callbacks._compat.trace_state import has_tracer
 from jaxmem_callbacks.cli.frames import call_of_user, caller_of, is_asked_for_shapes, is_of_user, variable_of_user
 from jaxmem_callbacks.cli.grad_patches import GradPatches, JitScope
 from jaxmem_callbacks.cli.source import is_unedited, source_of
@@ -230,11 +233,7 @@ class Watched:
         """Around a call, which is announced first where it is the step's."""
         watching = self._watching
         gradients, seen = watching.gradients, watching.seen
-        is_own = (
-            watching.is_on
-            and not gradients.is_within
-            and not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args, kwargs)))
-        )
+        is_own = watching.is_on and not gradients.is_within and not has_tracer(args, kwargs)
         if is_own:
             if is_of_user(self._function):
                 seen.jitted[self._name] = None
@@ -522,33 +521,100 @@ def as_written(script: str, *, step: str | None = None, target: Target | None = 
     gradients = GradPatches(seen, has_warned=is_found_by_name or step is not None)
     watching = Watching(seen, gradients, step, elsewhere=target is not None and target.platform != "cpu")
     before: list[tuple[types.ModuleType, str, Any]] = []
+
+    def replace(module: types.ModuleType, attribute: str) -> None:
+        place = (module.__name__, attribute)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a name that JAX deprecates, which the script may not even use
+            real = getattr(module, attribute, None)
+        if real is None:  # a framework that goes with another JAX
+            return
+        before.append((module, attribute, real))
+        if place in GRADIENTS:
+            new = gradients.instead_of(*place, real)
+        elif place in AT_ONCE:
+            new = gradients.at_once(real)
+        else:
+            made_as = _MADE.get(place, Watched) if not (is_edited or is_found_by_name) else Named
+            new = watching.loop(real) if place[0] == "jax.lax" else watching.jit(real, made_as)
+        setattr(module, attribute, new)
+
     try:
         unedited = (
             *GRADIENTS,
             *AT_ONCE,
             *(() if is_found_by_name else (*JITS, *(("jax.lax", name) for name in LOOPS))),
         )
-        for place in (*(() if is_edited else unedited), *_MADE):
-            module_name, attribute = place
-            try:
-                module = importlib.import_module(module_name)
-                real = getattr(module, attribute)
-            except Exception:  # noqa: BLE001, S112 - not every user has every framework, or one that goes with this JAX
-                continue
-            before.append((module, attribute, real))
-            if place in GRADIENTS:
-                new = gradients.instead_of(*place, real)
-            elif place in AT_ONCE:
-                new = gradients.at_once(real)
-            else:
-                made_as = _MADE.get(place, Watched) if not (is_edited or is_found_by_name) else Named
-                new = watching.loop(real) if place[0] == "jax.lax" else watching.jit(real, made_as)
-            setattr(module, attribute, new)
-        yield seen
+        places: dict[str, list[str]] = {}
+        for module_name, attribute in (*(() if is_edited else unedited), *_MADE):
+            places.setdefault(module_name, []).append(attribute)
+        with _when_imported(places, replace):
+            yield seen
     finally:
         watching.is_on = False
         for module, attribute, real in reversed(before):
             setattr(module, attribute, real)
+
+
+@contextmanager
+def _when_imported(
+    places: Mapping[str, Sequence[str]], act: Callable[[types.ModuleType, str], None]
+) -> Generator[None]:
+    """Inside, ``act`` is called with each module and attribute once the module is there: now, or when the script imports it."""
+
+    def act_on(module: types.ModuleType) -> None:
+        for attribute in places[module.__name__]:
+            act(module, attribute)
+
+    finder = _Finder({name for name in places if sys.modules.get(name) is None}, act_on)  # None: not to be imported
+    for name in places:
+        if name not in finder.names:
+            act_on(sys.modules[name])
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        finder.names.clear()
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+
+class _Finder(MetaPathFinder):
+    """Finds some modules as the other finders do, and calls ``act`` with each when it was imported."""
+
+    def __init__(self, names: set[str], act: Callable[[types.ModuleType], None]) -> None:
+        self.names, self.act = names, act
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The specification of one of the modules, whose loader calls ``act`` as well; None for any other."""
+        if fullname not in self.names:
+            return None
+        others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
+        spec = next((spec for spec in others if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self.act)
+        return spec
+
+
+class _Loader(Loader):
+    """Loads a module as its own loader does, which is what the module knows, and calls ``act`` with it."""
+
+    def __init__(self, own: Loader, act: Callable[[types.ModuleType], None]) -> None:
+        self.own, self.act = own, act
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType | None:
+        """The module, not executed; None for one as Python makes it."""
+        return self.own.create_module(spec)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Execute it."""
+        module.__loader__ = self.own
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.own
+        self.own.exec_module(module)
+        self.act(module)
 
 
 def _see_devices_of(target: Target) -> None:

@@ -40,6 +40,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "plan": ("jaxmem_callbacks.cli.plan", "the cheapest way to make a training script's step fit, on any hardware"),
     "presets": ("jaxmem_callbacks.cli.presets", "list the shipped presets, show a composition, check a file"),
+    "profile": (
+        "jaxmem_callbacks.cli.profile",
+        "what is alive when a script calls its step, or in a device memory profile, by what it holds",
+    ),
     "report": ("jaxmem_callbacks.cli.report", "the story of a run as one self-contained HTML file"),
     "simulate": ("jaxmem_callbacks.cli.simulate", "under which allocator settings a recorded run would have survived"),
     "targets": (
@@ -49,7 +53,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "watch": ("jaxmem_callbacks.cli.watch", "a run in the terminal while it goes on"),
 }
 
-_RUN_SCRIPTS = {"inspect", "plan"}  # and hand arguments on to them
+_RUN_SCRIPTS = {"inspect", "plan", "profile"}  # and hand arguments on to them
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,7 @@ import math
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +33,14 @@ from jaxmem_callbacks.planning.interrupts import interruption_here
 from jaxmem_callbacks.planning.request import SHARDINGS, parse_budget, parse_search, size_meant
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.documents import Code, Document, as_text
+from jaxmem_callbacks.records.documents import Code, Document, put_document
 from jaxmem_callbacks.records.errors import PlanError, PolicyError, did_you_mean
 from jaxmem_callbacks.records.files import replacing, require_place, write_file
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.records.terminal import OutputError, flush, put
 from jaxmem_callbacks.records.units import parse_bytes
 from jaxmem_callbacks.transforms.sharding.axes import fitting_axes, parse_axes
+from jaxmem_callbacks.writers.plan_table import plan_document
 
 if TYPE_CHECKING:
     from jaxmem_callbacks.api.plan import Plan
@@ -251,7 +252,10 @@ def _print(made: Plan, args: argparse.Namespace, places: _Places, seen: TraceLog
     unfit = made.chosen.fits is False
     lost: OutputError | BrokenPipeError | None = None
     try:
-        put(f"{made.to_json() if args.json else _text(made, args.save, seen)}\n", as_json=args.json)
+        if args.json:
+            put(f"{made.to_json()}\n", as_json=True)
+        else:
+            put_document(*_documents(made, args.save, seen))
         flush()
     except (OutputError, BrokenPipeError) as error:  # the compiles are done, and what was to be saved is saved
         lost = error
@@ -502,13 +506,12 @@ def _require_sizes(texts: Sequence[str]) -> None:
             raise PlanError(msg) from None
 
 
-def _text(plan: Plan, saved: Path | None, seen: TraceLog) -> str:
-    parts = [str(plan)]
+def _documents(plan: Plan, saved: Path | None, seen: TraceLog) -> Iterator[Document]:
+    yield plan_document(plan.record, plan.frontier)
     if plan.peak is not None:
-        by = f"By the compiler for {plan.chosen.placed_by}:\n" if plan.chosen.placed_elsewhere is not None else ""
-        parts.append(f"{by}{plan.peak}")
+        by = [f"By the compiler for {plan.chosen.placed_by}:"] if plan.chosen.placed_elsewhere is not None else []
+        yield Document([*by, *plan.peak.document().blocks])
     if plan.chosen.fits is not False and (plan.policy != StepPolicy() or saved is not None):
-        parts.append(as_text(Document(["To train so:", Code(lines_to_train(plan, saved, seen))])))
+        yield Document(["To train so:", Code(lines_to_train(plan, saved, seen))])
         if saved is None or saved.suffix != WHOLE:
-            parts.append(as_text(Document([_FOR_THE_MONITOR])))
-    return "\n\n".join(parts)
+            yield Document([_FOR_THE_MONITOR])

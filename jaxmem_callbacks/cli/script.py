@@ -123,8 +123,13 @@ _ELSEWHERE = {
 _OF_A_POOL = re.compile(r"_\d+$")  # how `concurrent.futures` ends the names of its threads
 
 
-def add_script_arguments(parser: argparse.ArgumentParser) -> None:
-    """``SCRIPT``, ``-m`` and ``--args``, of every command that reaches a script's step; to be added last."""
+def add_script_arguments(parser: argparse.ArgumentParser, *, other: str = "") -> None:
+    """``SCRIPT``, ``-m`` and ``--args``, of every command that reaches a script's step; to be added last.
+
+    Args:
+        parser: The command's.
+        other: What may stand in the script's place, or an empty text.
+    """
     parser.add_argument(
         "--step",
         metavar="NAME",
@@ -137,7 +142,7 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
         type=named,
         metavar="SCRIPT",
         help="your training script or notebook, which needs no edit, run up to the first call of its step; or SCRIPT.py:name, "
-        "where name() returns (train_step, args)",
+        "where name() returns (train_step, args)" + other,
     )
     parser.add_argument(
         "-m", dest="module", metavar="MODULE", help="instead of SCRIPT: a module, as python -m runs it; or MODULE:name"

@@ -8,7 +8,7 @@ from jaxmem_callbacks.api.simulation import device_bytes_of, simulate_ways, size
 from jaxmem_callbacks.cli.exit_codes import NONE_SURVIVES, OK
 from jaxmem_callbacks.cli.typed import named, place, whole
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.documents import Document, Table, as_text, put_document
+from jaxmem_callbacks.records.documents import Document, Table, put_document
 from jaxmem_callbacks.records.errors import SimulationError
 from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.simulator.cases import CASES
@@ -69,5 +69,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.figure is not None:
         save_figure(found, args.figure)
-    put((simulation_json(found) if args.json else as_text(simulation_document(found))) + "\n", as_json=args.json)
+    if args.json:
+        put(simulation_json(found) + "\n", as_json=True)
+    else:
+        put_document(simulation_document(found))
     return OK if found.advised is not None else NONE_SURVIVES

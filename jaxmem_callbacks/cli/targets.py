@@ -24,7 +24,7 @@ from jaxmem_callbacks.programs.targets.compilers import (
 )
 from jaxmem_callbacks.programs.targets.target import target_names
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.documents import Block, Document, Table, as_text
+from jaxmem_callbacks.records.documents import Block, Document, Table, put_document
 from jaxmem_callbacks.records.errors import TargetError
 from jaxmem_callbacks.records.terminal import put
 
@@ -57,7 +57,10 @@ def run(args: argparse.Namespace) -> int:
         if _install(kind):
             put(f"jaxmem: the compilers for {kind} could not be installed; why is above.\n", sys.stderr)
             return FAILED
-    put((json.dumps(_as_json(), indent=2) if args.json else _as_text()) + "\n", as_json=args.json)
+    if args.json:
+        put(json.dumps(_as_json(), indent=2) + "\n", as_json=True)
+    else:
+        put_document(_document())
     return OK
 
 
@@ -107,7 +110,7 @@ def _folder() -> Path | None:
         return None
 
 
-def _as_text() -> str:
+def _document() -> Document:
     rows: list[tuple[str, str, str]] = []
     for kind, platform in PLATFORMS.items():
         found = ", ".join(f"{name} {version}" for name, version in compiler_versions(platform).items())
@@ -120,7 +123,7 @@ def _as_text() -> str:
     left = [str(folder) for folder in other_folders()]
     if left:
         blocks.append(f"Of other versions of JAX or Python, and of no use to this one: {', '.join(left)}")
-    return as_text(Document(blocks))
+    return Document(blocks)
 
 
 def _as_json() -> dict[str, object]:

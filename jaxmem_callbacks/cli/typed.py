@@ -6,10 +6,18 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from jaxmem_callbacks.readers.stores import is_address
+
 
 def place(text: str) -> Path:
     """A path; see `named`."""
     return Path(named(text))
+
+
+def run_place(text: str) -> str:
+    """A path or an address such as ``gs://bucket/runs/a``, whose slashes a path would lose; see `named`."""
+    text = named(text)
+    return text if is_address(text) else str(Path(text))
 
 
 def named(text: str) -> str:

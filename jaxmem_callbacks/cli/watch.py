@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import final
 
 from jaxmem_callbacks.cli.exit_codes import OK
-from jaxmem_callbacks.cli.typed import place, whole
+from jaxmem_callbacks.cli.typed import run_place, whole
 from jaxmem_callbacks.readers.following import FollowedFolder, log_folders
+from jaxmem_callbacks.readers.stores import RemoteRuns, is_address
 from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.terminal import flush, put, shown
 from jaxmem_callbacks.records.units import format_bytes
@@ -28,13 +32,16 @@ _CURVES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument(
-        "place", metavar="RUN", type=place, help="a monitor's logdir, or a folder of them: the newest run"
+        "place",
+        metavar="RUN",
+        type=run_place,
+        help="a monitor's logdir, or a folder of them, here or at an address such as gs://bucket/runs: the newest run",
     )
     parser.add_argument(
         "--every",
         type=whole("seconds"),
         metavar="S",
-        help="seconds between two looks (1; 10 where stdout is no terminal)",
+        help="seconds between two looks (1; 10 where stdout is no terminal, and at an address)",
     )
 
 
@@ -45,22 +52,24 @@ def run(args: argparse.Namespace) -> int:
         0, at Ctrl-C too.
 
     Raises:
-        RunFileError: no folder.
+        RunFileError: no folder, or an address that cannot be read.
     """
-    if not args.place.is_dir():
+    is_remote = is_address(args.place)
+    if not is_remote and not Path(args.place).is_dir():
         msg = f"{args.place} is no folder. Expected the folder that a monitor writes to: jaxmem watch runs/a."
         raise RunFileError(msg)
     on_terminal = sys.stdout.isatty() and not args.quiet
-    every_s = float(max(args.every or (1 if on_terminal else 10), 1))
-    watched = Watched(args)
-    try:
-        if on_terminal:
-            _draw(watched, every_s)
-        else:
-            _print(watched, every_s)
-    except KeyboardInterrupt:
-        if on_terminal:
-            put("\n")
+    every_s = float(max(args.every or (1 if on_terminal and not is_remote else 10), 1))
+    with tempfile.TemporaryDirectory(prefix="jaxmem-") if is_remote else contextlib.nullcontext("") as copied:
+        watched = Watched(args.place, RemoteRuns(args.place, Path(copied)) if is_remote else None)
+        try:
+            if on_terminal:
+                _draw(watched, every_s)
+            else:
+                _print(watched, every_s)
+        except KeyboardInterrupt:
+            if on_terminal:
+                put("\n")
     return OK
 
 
@@ -69,11 +78,13 @@ class Watched:
     """The newest run below a folder, as far as it was read.
 
     Args:
-        args: What was typed.
+        place: The folder, or its address.
+        remote: What copies the lines of that address; None for a folder.
     """
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self._root = args.place
+    def __init__(self, place: str, remote: RemoteRuns | None = None) -> None:
+        self._place, self._remote = place, remote
+        self._root = Path(place) if remote is None else remote.folder
         self._folder: FollowedFolder | None = None
         self._name, self._version = "", ""
         self._new_s = time.monotonic()
@@ -82,11 +93,14 @@ class Watched:
 
     def look(self) -> None:
         """Read what was written since the last look."""
+        if self._remote is not None:
+            self._remote.refresh()
         if self._folder is None:
             newest = next(iter(log_folders(self._root)), None)
             if newest is None:
                 return
-            self._folder, self._name = FollowedFolder(newest.path), str(newest.path)
+            self._folder = FollowedFolder(newest.path)
+            self._name = str(newest.path) if self._remote is None else f"{self._place.rstrip('/')}/{newest.name}"
         self._folder.advance(0.5)
         while self._folder.share < 1:
             self._folder.advance(0.5)
@@ -99,7 +113,7 @@ class Watched:
         """The folder, the latest step, and how long nothing came."""
         runs = [] if self._folder is None else self._folder.runs()
         if not runs:
-            return f"waiting for a run in {self._root}"
+            return f"waiting for a run in {self._place}"
         step, silent_s = runs[-1].span.last_step, time.monotonic() - self._new_s
         words = f"{self._name}: " + ("no step yet" if step is None else f"step {step:,}")
         if self.ended:

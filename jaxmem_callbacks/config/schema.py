@@ -76,6 +76,7 @@ RANGES: dict[str, tuple[Any, str]] = {
     "monitor.trace_steps": (Field(ge=0), " of at least 0"),
     "monitor.near_oom_headroom": (Field(ge=0, lt=1), " from 0 to below 1"),
     "monitor.near_oom_steps": (Field(ge=1), " of at least 1"),
+    "monitor.near_oom_profiles": (Field(ge=0), " of at least 0"),
     "monitor.growth_steps": (Field(ge=LEAST_GROWTH_STEPS), f" of at least {LEAST_GROWTH_STEPS}"),
     "monitor.growth_min_arrays": (Field(ge=1), " of at least 1"),
     "monitor.imbalance_share": (Field(gt=0, le=1), " above 0 and up to 1"),

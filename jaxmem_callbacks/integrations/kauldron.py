@@ -15,6 +15,7 @@ from kauldron.inspect.profile_utils import Profiler  # pyright: ignore[reportMis
 from kauldron.utils.config_util import ROOT_CFG_REF, UpdateFromRootCfg  # pyright: ignore[reportMissingImports]
 
 from jaxmem_callbacks.callbacks.monitor import MemoryMonitor
+from jaxmem_callbacks.readers.stores import is_address, opener, packages_for
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.terminal import print_line
 
@@ -49,10 +50,12 @@ class MemoryProfiler(UpdateFromRootCfg):  # pyright: ignore[reportUntypedBaseCla
         if self.monitor is not None:
             return self.monitor
         workdir = os.fspath(self.workdir)
-        if "://" in workdir:
+        if is_address(workdir) and opener(workdir) is not None:
+            return MemoryMonitor(self.preset, logdir=f"{workdir.rstrip('/')}/memory")
+        if is_address(workdir):
             print_line(
-                f"no memory curves are written, since workdir={workdir!r} is no local folder; events are printed here. "
-                f"Give a local one: MemoryProfiler(monitor={advise('monitor.call', arguments=_LOCAL)})."
+                f"no memory curves are written, since workdir={workdir!r} is no local folder, and {packages_for(workdir)}; "
+                f"events are printed here. Give a local one: MemoryProfiler(monitor={advise('monitor.call', arguments=_LOCAL)})."
             )
             return MemoryMonitor(self.preset)
         return MemoryMonitor(self.preset, logdir=Path(workdir) / "memory")

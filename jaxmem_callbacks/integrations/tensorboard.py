@@ -20,8 +20,8 @@ from werkzeug.wrappers import Request, Response
 
 import jaxmem_callbacks
 from jaxmem_callbacks.readers.following import FollowedFolder, LogFolder, log_folders
+from jaxmem_callbacks.records.page import tab_module
 from jaxmem_callbacks.records.terminal import shown
-from jaxmem_callbacks.writers.page import tab_module
 from jaxmem_callbacks.writers.report import story_model
 
 _READ_S = 0.6  # of one answer; a long run is read in several

@@ -9,10 +9,12 @@ from typing import Any, cast
 from jaxmem_callbacks.analysis.run_summary import RunSummary
 from jaxmem_callbacks.readers.decoding import plan_from, record_from
 from jaxmem_callbacks.readers.runs import stories_of
+from jaxmem_callbacks.readers.stores import is_address, readable
 from jaxmem_callbacks.records.accounts import ONE_STEP, Account, parts_of
 from jaxmem_callbacks.records.errors import RunFileError
 from jaxmem_callbacks.records.plans import PlanRecord
 from jaxmem_callbacks.records.policies import policy_words
+from jaxmem_callbacks.records.secrets import without_secrets
 from jaxmem_callbacks.records.terminal import read_json
 
 _EXPECTED = (
@@ -28,14 +30,18 @@ _MEASURED = {
 _NOT_JUDGED = {"resident_bytes": "highest resident bytes of the host"}
 
 
-def read_account(path: Path) -> Account:
-    """The account of what lies at a path; of several runs the newest.
+def read_account(place: str | Path) -> Account:
+    """The account of what is at a path, or of a run at an address; of several runs the newest.
 
     Raises:
         RunFileError: nothing there, or nothing that has an account.
     """
+    if isinstance(place, str) and is_address(place):
+        with readable(place) as folder:
+            return _of_runs(folder, place)
+    path = Path(place)
     if path.is_dir() or path.suffix == ".jsonl":
-        return _of_runs(path)
+        return _of_runs(path, str(path))
     try:
         data = read_json(path.read_text("utf-8"))
     except OSError as error:
@@ -68,9 +74,11 @@ def account_from(data: Any, where: str) -> Account:
     raise RunFileError(msg)
 
 
-def _of_runs(path: Path) -> Account:
+def _of_runs(path: Path, where: str) -> Account:
     *others, newest = stories_of(path)
-    remark = f"{path} holds {len(others) + 1} runs; this is the newest, {newest.run}." if others else ""
+    remark = (
+        f"{without_secrets(where)} holds {len(others) + 1} runs; this is the newest, {newest.run}." if others else ""
+    )
     return _of_story(newest, remark)
 
 

@@ -6,12 +6,14 @@ A document is a list of blocks. Each product builds its own; escaping, widths an
 from __future__ import annotations
 
 import html
+import itertools
+import sys
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from jaxmem_callbacks.records.terminal import console_width, put, shown
+from jaxmem_callbacks.records.terminal import console_width, is_terminal, put, shown
 
 Side = Literal["left", "right"]
 
@@ -139,13 +141,21 @@ def as_text(document: Document, *, width: int | None = None) -> str:
     return "\n".join(_text_lines(document.blocks, width or console_width()))
 
 
-def put_document(document: Document, *, width: int | None = None) -> None:
-    """Write a document to stdout as `as_text` renders it, in colours where stdout shows them.
+def put_document(*parts: Document | str, width: int | None = None) -> None:
+    """Write documents to stdout as `as_text` renders them, an empty line between, in colours where stdout shows them.
+
+    On a terminal a table that is wider than it is fitted: its widest texts are broken within their columns.
+
+    Args:
+        *parts: Documents, and texts that stay as they are; what is empty is left out.
+        width: Letters in a line; None for the console's.
 
     Raises:
         OutputError, BrokenPipeError: as `put`.
     """
-    lines = _text_lines(document.blocks, width or console_width())
+    letters, fits = width or console_width(), is_terminal(sys.stdout)
+    texts = [[each] if isinstance(each, str) else _text_lines(each.blocks, letters, fits=fits) for each in parts]
+    lines = [line for text in texts if any(text) for line in ("", *text)][1:]
     flat = [(part, line) for line in lines for part in line.split("\n")]
     styles = [line.style if isinstance(line, _Styled) else "" for _, line in flat]
     put("".join(f"{part}\n" for part, _ in flat), styles=styles)
@@ -170,12 +180,12 @@ def _indented(line: str, indent: str) -> str:
     return _Styled(indent + line, line.style) if isinstance(line, _Styled) else indent + line
 
 
-def _text_lines(blocks: Iterable[Block], width: int, indent: str = "") -> list[str]:
+def _text_lines(blocks: Iterable[Block], width: int, indent: str = "", *, fits: bool = False) -> list[str]:
     lines: list[str] = []
     before: Block | None = None
     for block in blocks:
         is_prose = isinstance(block, _PROSE)
-        here = _block_text(block, width - len(indent))
+        here = _block_text(block, width - len(indent), fits=fits)
         if lines and here and not (is_prose and isinstance(before, _PROSE)):
             lines.append("")
         lines += [_indented(line, indent) for line in here] if is_prose else here
@@ -183,34 +193,68 @@ def _text_lines(blocks: Iterable[Block], width: int, indent: str = "") -> list[s
     return lines
 
 
-def _block_text(block: Block, width: int) -> list[str]:
+def _block_text(block: Block, width: int, *, fits: bool) -> list[str]:
     match block:
         case str():
             return _wrapped(block, width)
         case Paragraph():
             return _wrapped(f"{block.label} {block.text}".strip(), width)
         case Table():
-            return aligned(block, width)
+            return aligned(block, width, fits=fits)
         case Bullets():
             items = [f"{block.mark} {item}" for item in block.items]
             return [_Styled(item, _YELLOW) for item in items] if block.mark == "!" else items
         case Code():
             return [_Styled(f"    {line}", _CYAN) for line in block.lines]
         case Section():
-            return [_Styled(block.title, _BOLD), *_text_lines(block.blocks, width, "  ")]
+            return [_Styled(block.title, _BOLD), *_text_lines(block.blocks, width, "  ", fits=fits)]
 
 
-def aligned(table: Table, width: int = 0) -> list[str]:
-    """A table's lines for a console; ``width`` is that of a folded one."""
+def aligned(table: Table, width: int = 0, *, fits: bool = False) -> list[str]:
+    """A table's lines for a console; ``width`` is that of a folded one, and with ``fits`` of every one."""
     rows = [table.columns, *table.rows] if table.columns else table.rows
-    sides = table.sides or ["left"] * len(rows[0]) if rows else ()
+    sides: Sequence[Side] = table.sides or (_LEFT * len(rows[0]) if rows else ())
     widths = [max(len(row[i]) for row in rows) for i in range(len(sides))]
+    if fits:
+        fitted = _fitted(widths, sides, width)
+        if fitted != widths:
+            return [line for at, row in enumerate(rows) for line in _in_columns(row, fitted, sides, bold=not at)]
     lines: list[str] = []
     for row in rows:
         cells = [c.rjust(w) if side == "right" else c.ljust(w) for c, w, side in zip(row, widths, sides, strict=True)]
         line = ("  " + "  ".join(cells)).rstrip()
         indent = " " * sum(2 + width for width in widths[:-1]) + "  "
         lines += _filled(line, indent, width) if table.folded else [line]
+    if table.columns and lines:
+        lines[0] = _Styled(lines[0], _BOLD)
+    return lines
+
+
+_LEFT: tuple[Side, ...] = ("left",)
+_NARROWEST = 12  # letters of a column whose texts are broken
+
+
+def _fitted(widths: Sequence[int], sides: Sequence[Side], width: int) -> list[int]:
+    """Widths of columns that fit into a line as far as texts, which stand left, can be broken; the widest are broken first."""
+    found = list(widths)
+    texts = [at for at, side in enumerate(sides) if side == "left"]
+    while sum(found) + 2 * len(found) > width and max((found[at] for at in texts), default=0) > _NARROWEST:
+        found[max(texts, key=found.__getitem__)] -= 1
+    return found
+
+
+def _in_columns(row: Sequence[str], widths: Sequence[int], sides: Sequence[Side], *, bold: bool) -> list[str]:
+    """A row's lines, each cell broken within its column."""
+    cells = [
+        textwrap.wrap(cell, width, break_on_hyphens=False) or [""] for cell, width in zip(row, widths, strict=True)
+    ]
+    lines: list[str] = []
+    for parts in itertools.zip_longest(*cells, fillvalue=""):
+        padded = [
+            c.rjust(w) if side == "right" else c.ljust(w) for c, w, side in zip(parts, widths, sides, strict=True)
+        ]
+        line = ("  " + "  ".join(padded)).rstrip()
+        lines.append(_Styled(line, _BOLD) if bold else line)
     return lines
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxmem_callbacks.records.units import format_bytes
 
 if TYPE_CHECKING:  # a peak is printed seldom, and is a part of other records
-    from jaxmem_callbacks.records.documents import Table
+    from jaxmem_callbacks.records.documents import Document, Table
 
 _LAYOUT, _INDEX = re.compile(r"\{[^{}]*\}"), re.compile(r"/\*.*?\*/")
 _LONGEST_TUPLE = 32
@@ -82,6 +82,7 @@ AT_THE_PEAK = "alive at the peak"
 WHOLE_HEAP = "every temporary of the heap, not only those alive at the peak: the compiler wrote no live ranges"
 REFUSED = "arguments by their shapes; the compiler refused the program before it placed its buffers"
 UNPLACED = "the compiler counts it in its total and gives it no place in its buffer assignment"
+_SHOWN = 40  # buffers of one group on a page
 _SMALL = 0.005  # shares below are named together in one line of words
 
 
@@ -191,15 +192,32 @@ class Peak:
         return ", ".join([*parts, *([f"all else {format_bytes(rest)}"] if rest else [])])
 
     def __str__(self) -> str:
+        from jaxmem_callbacks.records.documents import as_text
+
+        return as_text(self.document())
+
+    def _repr_html_(self) -> str:
+        from jaxmem_callbacks.records.page import framed, program_page
+
+        document = self.document()
+        program = {"name": "the peak", "bytes": self.bytes, "peak": peak_model(self)}
+        page = program_page(f"{self._head}.", "", program, [document.blocks[1], *self._remarks()])
+        return framed(page, height=620, table=document)
+
+    @property
+    def _head(self) -> str:
         by = (
             "the step's arguments and the compiler's refusal"
             if self.basis == REFUSED
             else "the compiler's buffer assignment"
         )
-        head = f"The peak of {format_bytes(self.bytes)} on one device, by {by}"
-        from jaxmem_callbacks.records.documents import Document, as_text
+        return f"The peak of {format_bytes(self.bytes)} on one device, by {by}"
 
-        return as_text(Document([head, self._table(), *self._remarks()]))
+    def document(self) -> Document:
+        """What ``print`` shows."""
+        from jaxmem_callbacks.records.documents import Document
+
+        return Document([self._head, self._table(), *self._remarks()])
 
     def _table(self) -> Table:
         """Lines no longer than the console's, as far as the operations can be shortened to that."""
@@ -312,3 +330,56 @@ def _basis_words(basis: str) -> str:
 
 def _share(part: int, whole: int) -> str:
     return f"{part / max(whole, 1):.0%}"
+
+
+# As the memory page reads them
+
+
+def schedule_model(schedule: StepSchedule) -> dict[str, Any]:
+    """Bytes over the schedule, and its blocks.
+
+    Args:
+        schedule: The record.
+    """
+    return {
+        "length": schedule.length,
+        "peak_at": schedule.peak_at,
+        "held_bytes": schedule.held_bytes,
+        "curve": schedule.curve,
+        "blocks": [
+            {"first": each.first, "last": each.last, "base": each.base, **_buffer_model(each.buffer)}
+            for each in schedule.blocks
+        ],
+    }
+
+
+def _buffer_model(each: Buffer) -> dict[str, Any]:
+    return {
+        "group": each.group,
+        "bytes": each.bytes,
+        "shape": each.shape,
+        "operation": each.operation,
+        "source": each.source,
+        **({"why": each.why} if each.why else {}),
+    }
+
+
+def peak_model(peak: Peak, source: str = "") -> dict[str, Any]:
+    """What makes a peak: all of each group, and its largest buffers; what is not named of a group is the rest.
+
+    Args:
+        peak: The record.
+        source: Where it is from, for the page's words.
+    """
+    largest = peak.largest(_SHOWN)
+    return {
+        "bytes": peak.bytes,
+        "basis": peak.basis,
+        "moment": peak.moment,
+        "source": source,
+        "groups": [
+            {"name": each.name, "bytes": each.bytes, "padding": each.waste_bytes, "count": each.count}
+            for each in peak.groups
+        ],
+        "buffers": [_buffer_model(each) for each in largest.buffers],
+    }

@@ -3,12 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, own_checkpoints_words
 from jaxmem_callbacks.records.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FrontierPoint:
+    """One point of what a whole loss may keep.
+
+    Attributes:
+        share: Of what keeping everything dear would take, from 0 to 1; `MergedFrontier.keep_within` takes it.
+        bytes: Kept besides the values at the cuts.
+        flops: Operations computed again.
+        peak: Estimated bytes alive at most in the backward pass, for comparisons of one number of segments with another.
+        segments: How many there are.
+        work: Operations computed again with those in whose time is moved what is moved again.
+    """
+
+    share: float
+    bytes: int
+    flops: int
+    peak: int = 0
+    segments: int = 0
+    work: float = 0.0
+
+    def times(self, copies: int) -> FrontierPoint:
+        """The same of so many devices that each compute a part."""
+        return replace(
+            self,
+            bytes=copies * self.bytes,
+            flops=copies * self.flops,
+            peak=copies * self.peak,
+            work=copies * self.work,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,6 +33,7 @@ class MonitorSettings:
         limit_bytes: A limit to judge against where the platform reports none, or a tighter one than it reports; bytes.
         near_oom_headroom: Near-OOM begins when free memory falls under this share of the limit,
         near_oom_steps: or when what is held grows so that it meets the limit within so many steps.
+        near_oom_profiles: Device memory profiles, at most, that a process keeps in its folder, one a near-OOM event; 0 for none.
         fragmentation_share: A fragmentation event begins when this share of the free pool is outside the largest free block.
         fragmentation_min_bytes: and when at least so many bytes of the pool are free, so that an almost full pool is no event.
         growth_steps: Growth is what goes on for so many steps at least.
@@ -60,6 +61,7 @@ class MonitorSettings:
     limit_bytes: int | None = None
     near_oom_headroom: float = 0.05
     near_oom_steps: int = 1000
+    near_oom_profiles: int = 0
     fragmentation_share: float = 0.5
     fragmentation_min_bytes: int = 64 * 2**20
     growth_steps: int = 400

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from jaxmem_callbacks.records.peaks import Peak, StepSchedule
+from jaxmem_callbacks.records.peaks import (
+    CONSTANTS,
+    RESULTS,
+    TEMPORARIES,
+    Peak,
+    StepSchedule,
+    peak_model,
+    schedule_model,
+)
 
+ASSIGNED = "by its compiler's buffer assignment"
 _ALIKE = 0.01  # of a step's bytes: figures that differ by less are one figure
 
 
@@ -156,3 +166,52 @@ class Compilation:
     conditions: Conditions = field(default_factory=Conditions)
     peak: Peak | None = None
     schedule: StepSchedule | None = None
+
+
+def program_model(
+    memory: ProgramMemory, *, peak: Peak | None, source: str = ASSIGNED, schedule: StepSchedule | None = None
+) -> dict[str, Any]:
+    """A program's bytes, and what makes its peak.
+
+    Args:
+        memory: The compiler's figures.
+        peak: Of its buffers; None where they are unknown, and the totals stand in their place.
+        source: Where ``peak`` is from.
+        schedule: Its bytes over the step, or None.
+    """
+    return {
+        "name": memory.name,
+        "bytes": memory.step_bytes,
+        "place": f"{memory.platform}, {memory.target}",
+        "parts": {
+            "arguments": memory.argument_bytes,
+            "outputs": memory.output_bytes,
+            "aliased": memory.alias_bytes,
+            "temporaries": memory.temp_bytes,
+            "constants": memory.constant_bytes,
+        },
+        "compiler_remat": memory.compiler_remat,
+        "peak": _totals_model(memory) if peak is None else peak_model(peak, source),
+        **({} if schedule is None else {"step": schedule_model(schedule)}),
+    }
+
+
+def _totals_model(memory: ProgramMemory) -> dict[str, Any]:
+    """The compiler's totals, where the buffers behind them were not recorded."""
+    results = max(memory.output_bytes - memory.alias_bytes, 0)
+    parts = {
+        "arguments": memory.argument_bytes,
+        RESULTS: results,
+        TEMPORARIES: memory.temp_bytes,
+        CONSTANTS: memory.constant_bytes or 0,
+    }
+    rest = memory.step_bytes - sum(parts.values())
+    parts |= {"not in these parts": rest} if rest > 0 else {}
+    return {
+        "bytes": sum(parts.values()),
+        "basis": "totals by the compiler; the buffers behind them were not recorded",
+        "moment": None,
+        "source": "by its compiler",
+        "groups": [{"name": name, "bytes": size, "padding": 0, "count": None} for name, size in parts.items() if size],
+        "buffers": [],
+    }

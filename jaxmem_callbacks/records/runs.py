@@ -161,6 +161,7 @@ EventKind = Literal[
     "plan_stale",
     "prediction_off",
     "recovery",
+    "out_of_memory",
 ]
 
 
@@ -174,7 +175,7 @@ class MemoryEvent:
         time_s: Seconds since the epoch.
         device: Device label, or the program's name for events about programs.
         message: One or two sentences: what, since when, with the figures.
-        action: What to do about it, as a line to type where there is one.
+        action: What to do about it, as a line to type where there is one; empty where nothing is left to do.
         figures: The numbers behind it, in bytes or shares as in the key (``limit_bytes``, ``headroom_share``).
     """
 

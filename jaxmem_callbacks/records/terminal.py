@@ -80,7 +80,7 @@ def has_colour(stream: Any) -> bool:
     """Whether a stream shows colours: ``NO_COLOR`` forbids them, ``FORCE_COLOR`` wants them, else a terminal does."""
     if os.environ.get("NO_COLOR"):
         return False
-    return bool(os.environ.get("FORCE_COLOR")) or (os.environ.get("TERM") != "dumb" and _is_terminal(stream))
+    return bool(os.environ.get("FORCE_COLOR")) or (os.environ.get("TERM") != "dumb" and is_terminal(stream))
 
 
 def put(text: str, stream: TextIO | None = None, *, as_json: bool = False, styles: Sequence[str] = ()) -> None:
@@ -195,7 +195,7 @@ def _bars_aside() -> Generator[None]:
     rich stands in the place of stderr while it draws, and sees to it itself.
     """
     stream, tqdm = sys.stderr, getattr(sys.modules.get("tqdm"), "tqdm", None)
-    if "keras" in sys.modules and _is_terminal(sys.stdout) and _is_terminal(stream):
+    if "keras" in sys.modules and is_terminal(sys.stdout) and is_terminal(stream):
         with contextlib.suppress(OSError, ValueError):
             stream.write(_ERASE)
     if tqdm is None:
@@ -205,7 +205,8 @@ def _bars_aside() -> Generator[None]:
             yield
 
 
-def _is_terminal(stream: Any) -> bool:
+def is_terminal(stream: Any) -> bool:
+    """Whether a stream is a terminal."""
     try:
         return bool(stream.isatty())
     except (AttributeError, OSError, ValueError):  # closed, or no stream

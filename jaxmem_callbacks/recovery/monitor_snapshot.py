@@ -85,3 +85,7 @@ class Monitored(Protocol):
     def witnessed(self) -> MonitorSnapshot:
         """The state now, without waiting."""
         ...
+
+    def tell(self, event: MemoryEvent) -> None:
+        """Take in an event that the monitor did not see itself."""
+        ...

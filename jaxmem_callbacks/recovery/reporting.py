@@ -26,12 +26,14 @@ from jaxmem_callbacks.analysis.heap_map import HOLE, layout_of
 from jaxmem_callbacks.environment.process import reported_environment
 from jaxmem_callbacks.probes.device_memory import AllocatorProbe, DriverProbe
 from jaxmem_callbacks.probes.live_arrays import HeapProbe
+from jaxmem_callbacks.probes.protocol import device_label
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.errors import in_a_line, printable
 from jaxmem_callbacks.records.files import PRIVATE_FOLDER, write_file
 from jaxmem_callbacks.records.oom import FailedProgram, Hole, MemoryLimit, OnTheCard, OomCause, OomReport, Remedy
-from jaxmem_callbacks.records.runs import Reading, Unavailable
+from jaxmem_callbacks.records.page import page_html
+from jaxmem_callbacks.records.runs import MemoryEvent, Reading, Unavailable
 from jaxmem_callbacks.records.secrets import scrubbed, without_secrets
 from jaxmem_callbacks.records.terminal import print_line
 from jaxmem_callbacks.records.units import format_bytes
@@ -61,7 +63,6 @@ from jaxmem_callbacks.recovery.texts.explain import (
     is_too_large,
 )
 from jaxmem_callbacks.writers.oom_report import oom_markdown, oom_model
-from jaxmem_callbacks.writers.page import page_html
 
 _Result = TypeVar("_Result")
 
@@ -627,17 +628,40 @@ def _reported(
     report = gather(failure, error, snapshot, settings.plan_seconds, parts)
     del failure
     index, outdir = process_index(), _outdir(settings, snapshot)
+    folder, written = None, ""
     try:
         folder = new_folder(outdir, process=index, pid=os.getpid(), time_s=time.time())
     except OSError as fault:
         print_line(f"No report was written: {_words(fault)}")
-        return None
-    written = _write(folder, report, snapshot, parts)
-    parts.attempt("removing old reports", remove_oldest, outdir, process=index, keep=settings.keep, default=())
-    if report.remedies:
-        print_line(_best_words(report.remedies[0]))
-    print_line(f"out of memory, explained in {folder / written}" if written else _unwritten(folder, parts))
-    return folder if written else None
+    else:
+        written = _write(folder, report, snapshot, parts)
+        parts.attempt("removing old reports", remove_oldest, outdir, process=index, keep=settings.keep, default=())
+        if report.remedies:
+            print_line("try first ({}): {}".format(*_best_words(report.remedies[0])))
+        print_line(f"out of memory, explained in {folder / written}" if written else _unwritten(folder, parts))
+    there = folder if written else None
+    if monitor is not None:
+        parts.attempt("the monitor's event", lambda: monitor.tell(_event(report, there)), default=None)
+    return there
+
+
+def _event(report: OomReport, folder: Path | None) -> MemoryEvent:
+    """The failure as an event of the run, which the run's page and those of other processes show.
+
+    Args:
+        report: What is known of it.
+        folder: Where the report is, or None where there is none.
+    """
+    where = "" if folder is None else f" The report is in {folder}."
+    return MemoryEvent(
+        kind="out_of_memory",
+        step=report.step or 0,
+        time_s=report.time_s,
+        device=device_label(jax.local_devices()[0]) if backend_exists() else "host",
+        message=f"{report.sentence}{where}",
+        action="{1} ({0})".format(*_best_words(report.remedies[0])) if report.remedies else "",
+        figures={"lacking_bytes": report.lacking_bytes} if report.lacking_bytes else {},
+    )
 
 
 def _write(folder: Path, report: OomReport, snapshot: MonitorSnapshot | None, parts: ReportParts) -> str:
@@ -688,12 +712,12 @@ def _unwritten(folder: Path, parts: ReportParts) -> str:
     return f"No report was written to {folder}: {why}"
 
 
-def _best_words(best: Remedy) -> str:
-    """The best remedy in a line, with the first of its lines to paste."""
+def _best_words(best: Remedy) -> tuple[str, str]:
+    """Whether the best remedy was compiled; and the remedy in a line, with the first of its lines to paste."""
     saves = "" if best.saves_bytes is None else f", which saves {format_bytes(best.saves_bytes)}"
     how = "compiled" if best.compiled else "not compiled"
     line = f": {best.lines[0].strip()}" if best.lines else ""
-    return f"try first ({how}): {best.what.rstrip('.')}{saves}{line}"
+    return how, f"{best.what.rstrip('.')}{saves}{line}"
 
 
 def _words(fault: BaseException) -> str:

@@ -25,7 +25,8 @@ def event_document(event: MemoryEvent) -> Document:
 def event_details(event: MemoryEvent) -> Iterator[Block]:
     """What happened, what to do, and the figures."""
     yield event.message
-    yield Paragraph(label="What to do:", text=event.action, style="act")
+    if event.action:
+        yield Paragraph(label="What to do:", text=event.action, style="act")
     if event.figures:
         rows = [(name.replace("_", " "), _figure(name, value)) for name, value in event.figures.items()]
         yield Table(("figure", "value"), rows)

@@ -121,6 +121,7 @@ EVENT_COLOURS: dict[EventKind, str] = {
     "plan_stale": "#8c564b",
     "prediction_off": "#e377c2",
     "recovery": "#2ca02c",
+    "out_of_memory": "#a50026",
 }
 
 

@@ -32,12 +32,12 @@ class LogWriter(Writer):
     """Logs events as they come, and at the end what the run's memory was.
 
     Args:
-        logdir: The run's folder, or None.
+        logdir: The run's folder or its address, or None.
         limit_bytes: The preset's limit, or None.
         ends: Whether the last two lines are logged, which one process of a run does.
     """
 
-    def __init__(self, logdir: Path | None = None, *, limit_bytes: int | None = None, ends: bool = True) -> None:
+    def __init__(self, logdir: Path | str | None = None, *, limit_bytes: int | None = None, ends: bool = True) -> None:
         self._logdir, self._preset_bytes, self._ends = logdir, limit_bytes, ends
         self._highs: dict[str, Reading] = {}
         self._limits: dict[str, int] = {}
@@ -49,7 +49,8 @@ class LogWriter(Writer):
         if isinstance(record, MemoryEvent):
             self._kinds[event_title(record.kind)] += 1
             what = f"{event_title(record.kind)} at step {record.step} ({record.device}): {record.message}"
-            log_line(logging.WARNING, f"{what} What to do: {record.action}", memory_event=record)
+            act = f" What to do: {record.action}" if record.action else ""
+            log_line(logging.WARNING, f"{what}{act}", memory_event=record)
         elif isinstance(record, Reading):
             self._step = max(self._step, record.step)
             if record.limit_bytes is not None:

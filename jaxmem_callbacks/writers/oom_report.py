@@ -19,10 +19,11 @@ from jaxmem_callbacks.records.documents import (
     as_markdown,
 )
 from jaxmem_callbacks.records.oom import FailedProgram, OomReport, Remedy
-from jaxmem_callbacks.records.peaks import GROUPS, Peak, short_shape
+from jaxmem_callbacks.records.page import FORMAT, clean
+from jaxmem_callbacks.records.peaks import GROUPS, Peak, peak_model, short_shape
 from jaxmem_callbacks.records.runs import MemoryEvent, Reading
 from jaxmem_callbacks.records.units import format_bytes
-from jaxmem_callbacks.writers.page_model import FORMAT, clean, curves_of_points, event_model, peak_model
+from jaxmem_callbacks.writers.page_model import curves_of_points, event_model
 
 _EVENTS, _BUFFERS = 12, 6
 

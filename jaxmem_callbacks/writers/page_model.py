@@ -1,43 +1,38 @@
-"""The model of the memory page: one plain dictionary of what a run's files hold, as the page's module reads it.
+"""The model of the memory page of a run or a plan, as the page's module reads it.
 
-Bytes are whole numbers, of one device but where a curve names all processes; times
-are seconds since the epoch, and what is unknown is None or absent. Every text has
-been through `records.terminal.shown`. What is long is thinned here, and never in the browser; docs/report.md lists the keys.
+Every text has been through `records.terminal.shown`. What is long is thinned here, and never in the browser.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
-from typing import Any, cast
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from jaxmem_callbacks.analysis.figures import NAMES, Point
+from jaxmem_callbacks.analysis.figures import FIELDS, NAMES, Point
 from jaxmem_callbacks.analysis.heap_map import layout_of
 from jaxmem_callbacks.analysis.run_summary import ProgramSummary, RunSummary, plan_row
 from jaxmem_callbacks.analysis.timeline import ArraysAt, Curve, Stretch, thinned
 from jaxmem_callbacks.config.presets import preset_to_yaml
 from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.documents import Block, as_blocks
-from jaxmem_callbacks.records.peaks import CONSTANTS, RESULTS, TEMPORARIES, Buffer, Peak, StepSchedule
+from jaxmem_callbacks.records.page import FORMAT, clean
+from jaxmem_callbacks.records.peaks import peak_model
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.presets import Preset
-from jaxmem_callbacks.records.programs import ProgramMemory
+from jaxmem_callbacks.records.programs import ASSIGNED, program_model
 from jaxmem_callbacks.records.runs import MemoryEvent
-from jaxmem_callbacks.records.terminal import shown
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.events import event_details, event_title
 from jaxmem_callbacks.writers.plan_table import candidate_words, extra_share, extra_text
 
-FORMAT = 1
 _POINTS, _POINTS_IN_ALL, _FEWEST_POINTS = 600, 24_000, 40
 _MOMENTS, _LINES = 150, 14  # of live arrays
 _REGION_STRETCHES = 1500  # of one heap map
-_BUFFERS = 40  # of one group of a peak
 _EVENTS_IN_FULL = 600
 _TIGHT = 0.05  # share of the limit
 # Kinds of events whose advice comes first.
 _GRAVEST = (
+    "out_of_memory",
     "near_oom",
     "fragmentation",
     "growth",
@@ -48,22 +43,6 @@ _GRAVEST = (
     "prediction_off",
     "plan_stale",
 )
-
-
-def clean(value: Any) -> Any:
-    """A value whose texts, names too, hold no secrets and no control sequences."""
-    known: Callable[[str], str] = lru_cache(maxsize=4096)(shown)
-
-    def cleaned(value: Any) -> Any:
-        if isinstance(value, str):
-            return known(value)
-        if isinstance(value, Mapping):
-            return {known(str(name)): cleaned(each) for name, each in cast("Mapping[Any, Any]", value).items()}
-        if isinstance(value, list | tuple):
-            return [cleaned(each) for each in cast("Sequence[Any]", value)]
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return cleaned(value)
 
 
 def run_model(story: RunSummary, *, name: str, sentence: str, details: Sequence[Block]) -> dict[str, Any]:
@@ -120,7 +99,8 @@ def _glance(story: RunSummary) -> dict[str, Any]:
     limit = story.limit_bytes
     largest = max(story.needs, key=lambda name: story.needs[name], default=None)
     need = None if largest is None else story.needs[largest]
-    level, verdict = _verdict(limit, None if high is None else high.bytes, largest, need)
+    failure = _failure(story)
+    level, verdict = failure or _verdict(limit, None if high is None else high.bytes, largest, need)
     what = "in use" if "in_use_bytes" in story.highs else "live arrays, without temporaries"
     return {
         "level": level,
@@ -150,10 +130,23 @@ def _verdict(limit: int | None, high: int | None, program: str | None, need: int
     return "good", f"It fits: {format_bytes(left)} of {format_bytes(limit)} were left, {left / limit:.0%}."
 
 
+def _failure(story: RunSummary) -> tuple[str, str] | None:
+    """The same where memory ran out, here or in another process; None where it did not."""
+    here = [(event, "") for event in story.events]
+    there = [(each.event, f" on {each.where}") for each in story.elsewhere.events]
+    failed = [(event, where) for event, where in (*here, *there) if event.kind == "out_of_memory"]
+    if not failed:
+        return None
+    event, where = failed[-1]
+    return "bad", f"It does not fit: memory ran out at step {event.step:,}{where}."
+
+
 def _first(story: RunSummary) -> dict[str, Any] | None:
-    """The advice of the gravest event, and its number."""
+    """The advice of the gravest event that has one, and its number."""
     ranked = {kind: rank for rank, kind in enumerate(_GRAVEST)}
-    known = [(ranked[each.kind], number) for number, each in enumerate(story.events) if each.kind in ranked]
+    known = [
+        (ranked[each.kind], number) for number, each in enumerate(story.events) if each.action and each.kind in ranked
+    ]
     if not known:
         return None
     number = min(known)[1]
@@ -167,11 +160,10 @@ def _first(story: RunSummary) -> dict[str, Any] | None:
 def _curve(curve: Curve, most: int) -> dict[str, Any]:
     stretches = thinned(curve.stretches, most)
     packed = _packed(stretches)
-    about = NAMES.get(curve.figure)
     return {
         "figure": curve.figure,
         "device": curve.device,
-        "meaning": curve.figure.replace("_", " ") if about is None else about.meaning,
+        "meaning": NAMES[FIELDS[curve.figure]].meaning,
         **packed,
     }
 
@@ -194,14 +186,15 @@ def curves_of_points(points: Sequence[Point]) -> list[dict[str, Any]]:
         points: Oldest first; values in the unit of their tag.
     """
     found: list[dict[str, Any]] = []
-    for name, figure in NAMES.items():
-        if figure.unit == "GiB" and figure.field is not None:
+    for field, name in FIELDS.items():
+        figure = NAMES[name]
+        if figure.unit == "GiB":
             seen = [(point, point.highs[figure.tag]) for point in points if figure.tag in point.highs]
             values = [(point.step, point.time_s, round(value * figure.divisor)) for point, value in seen]
             if values:
                 stretches = [Stretch(step, time_s, value, value) for step, time_s, value in values]
                 packed = _packed(thinned(stretches, _POINTS))
-                found.append({"figure": name, "device": "", "meaning": figure.meaning, **packed})
+                found.append({"figure": field, "device": "", "meaning": figure.meaning, **packed})
     return found
 
 
@@ -249,7 +242,7 @@ def event_model(number: int, event: MemoryEvent) -> dict[str, Any]:
 
 def _program(name: str, summary: ProgramSummary, plan: PlanRecord | None) -> dict[str, Any]:
     planned = plan.candidates[plan.chosen] if plan is not None and plan.step == name else None
-    peak, source = summary.peak, "by its compiler's buffer assignment"
+    peak, source = summary.peak, ASSIGNED
     if peak is None and planned is not None:
         peak = planned.placed_elsewhere or planned.peak
         source = "as it was planned"
@@ -262,89 +255,8 @@ def _program(name: str, summary: ProgramSummary, plan: PlanRecord | None) -> dic
         "planned_bytes": None if planned is None else planned.step_bytes,
     }
     if memory is not None:
-        found |= {
-            "bytes": memory.step_bytes,
-            "place": f"{memory.platform}, {memory.target}",
-            "parts": {
-                "arguments": memory.argument_bytes,
-                "outputs": memory.output_bytes,
-                "aliased": memory.alias_bytes,
-                "temporaries": memory.temp_bytes,
-                "constants": memory.constant_bytes,
-            },
-            "compiler_remat": memory.compiler_remat,
-        }
-    if peak is not None:
-        found["peak"] = peak_model(peak) | {"source": source}
-    elif memory is not None:
-        found["peak"] = _parts_model(memory)
-    if summary.schedule is not None:
-        found["step"] = _schedule(summary.schedule)
-    return found
-
-
-def _schedule(schedule: StepSchedule) -> dict[str, Any]:
-    return {
-        "length": schedule.length,
-        "peak_at": schedule.peak_at,
-        "held_bytes": schedule.held_bytes,
-        "curve": schedule.curve,
-        "blocks": [
-            {"first": each.first, "last": each.last, "base": each.base, **_buffer(each.buffer)}
-            for each in schedule.blocks
-        ],
-    }
-
-
-def _buffer(each: Buffer) -> dict[str, Any]:
-    return {
-        "group": each.group,
-        "bytes": each.bytes,
-        "shape": each.shape,
-        "operation": each.operation,
-        "source": each.source,
-        **({"why": each.why} if each.why else {}),
-    }
-
-
-def peak_model(peak: Peak) -> dict[str, Any]:
-    """What makes a peak: all of each group, and its largest buffers; what is not named of a group is the rest.
-
-    Args:
-        peak: The record.
-    """
-    largest = peak.largest(_BUFFERS)
-    return {
-        "bytes": peak.bytes,
-        "basis": peak.basis,
-        "moment": peak.moment,
-        "groups": [
-            {"name": each.name, "bytes": each.bytes, "padding": each.waste_bytes, "count": each.count}
-            for each in peak.groups
-        ],
-        "buffers": [_buffer(each) for each in largest.buffers],
-    }
-
-
-def _parts_model(memory: ProgramMemory) -> dict[str, Any]:
-    """The compiler's totals, where the buffers behind them were not recorded."""
-    results = max(memory.output_bytes - memory.alias_bytes, 0)
-    parts = {
-        "arguments": memory.argument_bytes,
-        RESULTS: results,
-        TEMPORARIES: memory.temp_bytes,
-        CONSTANTS: memory.constant_bytes or 0,
-    }
-    rest = memory.step_bytes - sum(parts.values())
-    parts |= {"not in these parts": rest} if rest > 0 else {}
-    return {
-        "bytes": sum(parts.values()),
-        "basis": "totals by the compiler; the buffers behind them were not recorded",
-        "moment": None,
-        "source": "by its compiler",
-        "groups": [{"name": name, "bytes": size, "padding": 0, "count": None} for name, size in parts.items() if size],
-        "buffers": [],
-    }
+        return program_model(memory, peak=peak, source=source, schedule=summary.schedule) | found
+    return found if peak is None else found | {"peak": peak_model(peak, source)}
 
 
 # Plans
@@ -396,7 +308,7 @@ def plan_page_model(record: PlanRecord, details: Sequence[Block]) -> dict[str, A
         "details": as_blocks(details),
     }
     if peak is not None:
-        shown_as = peak_model(peak) | {"source": "of the chosen candidate"}
+        shown_as = peak_model(peak, "of the chosen candidate")
         run["programs"] = [{"name": record.step, "bytes": chosen.step_bytes, "peak": shown_as}]
     title = f"Plan of {record.step} for {record.target}"
     return clean({"format": FORMAT, "title": title, "summary": f"{record.reason}.", "runs": [run], "footer": ""})

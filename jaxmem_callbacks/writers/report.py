@@ -6,12 +6,14 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jaxmem_callbacks
 from jaxmem_callbacks.analysis.run_summary import High, RunSummary
-from jaxmem_callbacks.records.documents import Block, Bullets, Paragraph, Section, Table
+from jaxmem_callbacks.records.documents import Block, Bullets, Document, Paragraph, Section, Table
+from jaxmem_callbacks.records.page import FORMAT, framed
 from jaxmem_callbacks.records.terminal import shown
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.events import event_title
-from jaxmem_callbacks.writers.page_model import FORMAT, run_model
+from jaxmem_callbacks.writers.page_model import run_model
 from jaxmem_callbacks.writers.plan_page import SOURCES_TAG, plan_page
 from jaxmem_callbacks.writers.protocol import LoggedTable
 
@@ -156,6 +158,17 @@ def report_model(stories: Sequence[RunSummary], *, source: str, version: str) ->
             "platform does not report is unknown, with its reason, and never 0."
         ),
     }
+
+
+def framed_report(story: RunSummary, *, source: str) -> str:
+    """The page of a run as a frame in a notebook's output.
+
+    Args:
+        story: The run.
+        source: Where it was read.
+    """
+    model = report_model([story], source=source, version=jaxmem_callbacks.__version__)
+    return framed(model, height=760, table=Document([happened(story)]))
 
 
 def story_model(story: RunSummary, name: str | None = None) -> dict[str, Any]:

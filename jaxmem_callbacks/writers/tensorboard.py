@@ -38,7 +38,7 @@ from jaxmem_callbacks.writers.protocol import EVENTS_TAG, LoggedTable, Picture, 
 Chart = tuple[str, list[str]]
 Layout = dict[str, dict[str, Chart]]
 
-_MULTILINE, _MARGIN = "Multiline", "Margin"
+_MULTILINE = "Multiline"
 # Category -> title of a chart of several lines, and its tags; a tag that ends with a slash stands for all that begin so.
 _LINES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "Device memory": {
@@ -76,7 +76,8 @@ def layout_of(tags: Collection[str]) -> Layout:
     """Category -> title -> chart, as ``tensorboardX.summary.custom_scalars`` takes it.
 
     A chart names all its lines, also those without data here: TensorBoard joins the layouts of several runs, and shows equal
-    charts once.
+    charts once. Ranges are lines too: TensorBoard's chart with a margin shows an error where a tag's ends have other steps, as
+    those of a tag that begins to range later do.
     """
     found: Layout = {}
     for category, charts in _LINES.items():
@@ -93,10 +94,11 @@ def layout_of(tags: Collection[str]) -> Layout:
 
 def _ranges(tags: Collection[str], figures: Iterable[Figure]) -> Iterator[tuple[str, Chart]]:
     for figure in figures:
-        ends = [f"{figure.tag}/min", f"{figure.tag}/max"]
+        tags_of_range = [figure.tag, f"{figure.tag}/min", f"{figure.tag}/max"]
         short = _SHORT.get(figure.tag.replace(PROCESSES, "memory/"))
-        if short and all(tag in tags for tag in (figure.tag, *ends)):
-            yield f"{short} [{figure.unit}], from {figure.source}", (_MARGIN, [figure.tag, *ends])
+        if short and all(tag in tags for tag in tags_of_range):
+            chart = _MULTILINE, list(map(_pattern, tags_of_range))
+            yield f"{short} [{figure.unit}], from {figure.source}", chart
 
 
 def _pattern(tag: str) -> str:

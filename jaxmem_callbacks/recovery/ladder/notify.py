@@ -41,7 +41,7 @@ class Notifier:
         Args:
             move: What was done.
             cause: The failure's own text.
-            action: What to do about it.
+            action: What to do about it; empty where nothing is left to do.
         """
         who = _processes(move.failed_on)
         passed = f" Passed over: {'; '.join(move.passed_over)}." if move.passed_over else ""
@@ -59,7 +59,7 @@ class Notifier:
     def event(self, kind: EventKind, step: int, message: str, action: str, **figures: float | str) -> None:
         """Record an event, which the monitor logs; without a monitor print a line on stderr."""
         if self._monitor is None:
-            self.line(f"{message} {action}")
+            self.line(f"{message} {action}".rstrip())
             return
         first = jax.local_devices()[0]
         label = f"{first.platform}:{first.id}"

@@ -151,12 +151,12 @@ export function blocks(list, level = 3) {
 
 export function table({ columns = [], rows, sides = [], bars = null }) {
   const cell = value => value && value.to ? el("a", { href: `#${value.to}` }, value.text) : broken(value);
-  const side = at => (sides[at] === "right" ? "right" : null);
+  const style = (value, at) => [sides[at] === "right" ? "right" : "", String(value).length < 12 ? "short" : ""].filter(Boolean).join(" ") || null;
   const two = columns.length === 2;
   return el("div", { class: "scroll" }, el("table", { class: two ? "facts" : columns.length === 1 ? "text" : null },
-    columns.some(name => name) ? el("thead", {}, el("tr", {}, columns.map((name, at) => el("th", { class: side(at) }, name)),
+    columns.some(name => name) ? el("thead", {}, el("tr", {}, columns.map((name, at) => el("th", { class: style(name, at) }, name)),
       bars ? el("th", {}) : null)) : null,
-    el("tbody", {}, rows.map((row, number) => el("tr", {}, row.map((value, at) => el("td", { class: side(at) }, cell(value))),
+    el("tbody", {}, rows.map((row, number) => el("tr", {}, row.map((value, at) => el("td", { class: style(value, at) }, cell(value))),
       bars ? el("td", { class: "bar" }, bar(bars[number])) : null)))));
 }
 

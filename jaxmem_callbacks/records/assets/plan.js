@@ -39,7 +39,9 @@ function draw(plan, known, view, chart, width, again) {
   const pad = (edge - ground || edge) * 0.08;
   const costs = points.map(cost), dear = Math.max(...costs, 0.01), cheap = view.cost === "time" ? Math.min(...costs) : 0;
   const x = scale(ground - pad, edge + pad, LEFT, width - RIGHT);
-  const y = scale(cheap - (dear - cheap) * 0.06, dear + (dear - cheap) * 0.08, height - BOTTOM, TOP);
+  const named = [...near, ...(compiled ? [["this run", compiled]] : [])];
+  const above = TOP + 15 * named.length;  // the names of levels stand over all points
+  const y = scale(cheap - (dear - cheap) * 0.06, dear, height - BOTTOM, above + 10);
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "group", "aria-label": "Candidates of the plan" });
   for (const value of ticks(cheap, dear, 5)) {
     picture.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }),
@@ -52,14 +54,11 @@ function draw(plan, known, view, chart, width, again) {
   }
   picture.append(svg("text", { class: "tick name", x: width - RIGHT, y: height - 8, "text-anchor": "end" }, "bytes of one step on one device"),
     svg("text", { class: "tick name", x: LEFT + 2, y: TOP - 8 }, view.cost === "time" ? "modelled time of a step" : "extra FLOPs"));
-  near.forEach(([words, size], number) => {
-    picture.append(svg("line", { class: "level limit", x1: x(size), x2: x(size), y1: TOP, y2: height - BOTTOM }),
-      svg("text", { class: "level-name limit", x: x(size) - 5, y: TOP + 12 + 15 * number, "text-anchor": "end" }, `${words} ${bytes(size)}`));
+  const texts = named.map(([words, size], number) => {
+    const style = words === "this run" ? "in-use" : "limit", place = x(size), left = place > width / 2;
+    picture.append(svg("line", { class: `level ${style}`, x1: place, x2: place, y1: TOP, y2: height - BOTTOM }));
+    return svg("text", { class: `level-name ${style}`, x: place + (left ? -5 : 5), y: TOP + 12 + 15 * number, "text-anchor": left ? "end" : "start" }, `${words} ${bytes(size)}`);
   });
-  if (compiled) {
-    picture.append(svg("line", { class: "level in-use", x1: x(compiled), x2: x(compiled), y1: TOP, y2: height - BOTTOM }),
-      svg("text", { class: "level-name in-use", x: x(compiled) + 4, y: height - BOTTOM - 6 }, `this run ${bytes(compiled)}`));
-  }
   // The frontier: what no other beats in both.
   const order = [...points].filter(each => !each.refused).sort((a, b) => a.bytes - b.bytes || cost(a) - cost(b));
   let lowest = Infinity, steps = "";
@@ -68,7 +67,7 @@ function draw(plan, known, view, chart, width, again) {
     steps += steps ? `H${x(each.bytes)}V${y(cost(each))}` : `M${x(each.bytes)} ${y(cost(each))}`;
     lowest = cost(each);
   }
-  picture.append(svg("path", { class: "frontier", d: steps || "M0 0" }));
+  picture.append(svg("path", { class: "frontier", d: steps || "M0 0" }), ...texts);
   const marks = points.map(each => {
     const style = ["point", each.fits === false ? "misses" : "fits", each.number === plan.chosen ? "best" : "", each.number === view.picked ? "picked" : ""].join(" ");
     const words = event => tip(event, el("strong", {}, each.words), `${bytes(each.bytes)}${each.fits === false ? ", too much" : ""}`, `${each.extra} FLOPs`,

@@ -35,7 +35,7 @@ export function whatMakesThePeak(run, page) {
   sized(map, now => { width = now; draw(view, map, head, width, again); });
   const others = page.runs.flatMap(other => (other.programs || []).filter(one => one.peak && !(other === run && one === view.program))
     .map(one => [one, `${other === run ? "" : `${other.name}: `}${one.name}`]));
-  const controls = el("div", { class: "controls" },
+  const controls = programs.length < 2 && !others.length ? null : el("div", { class: "controls" },
     programs.length > 1 ? choose("program", programs.map(one => [one, `${one.name}, ${bytes(one.bytes ?? one.peak.bytes)}`]), view.program,
       value => { view.program = value; view.group = null; again(); }) : null,
     others.length ? choose("beside", [[null, "nothing"], ...others], null, value => { view.against = value; again(); }) : null);
@@ -69,17 +69,18 @@ function draw(view, map, head, width, again) {
     const part = svg("g", { class: `group ${colour(group.name)}` });
     part.append(svg("rect", { class: "ground", x: box.x + 1, y: box.y + 1, width: Math.max(box.width - 2, 0), height: Math.max(box.height - 2, 0), rx: 4 }));
     if (headed) {
-      part.append(svg("text", { class: "heading", x: box.x + 8, y: box.y + 15 }, fit(`${group.name}  ${bytes(group.bytes)}`, box.width - 14, 7)));
+      part.append(svg("text", { class: "heading", x: box.x + 8, y: box.y + 15 }, fit(`${group.name}  ${bytes(group.bytes)}`, Math.floor((box.width - 14) / 7))));
     }
     const inner = { x: box.x + 2, y: box.y + 2 + headed, width: box.width - 4, height: box.height - 4 - headed };
     for (const [buffer, cell] of squarified(group.children, inner)) {
       const node = svg("g", { class: `cell${buffer.rest ? " rest-of" : ""}`, tabindex: cells.length ? -1 : 0, role: "button",
         "aria-label": `${group.name}: ${buffer.shape || ""} ${buffer.operation || ""} ${bytes(buffer.bytes)}` },
       svg("rect", { x: cell.x + 1, y: cell.y + 1, width: Math.max(cell.width - 2, 0.5), height: Math.max(cell.height - 2, 0.5), rx: 3 }));
-      if (cell.width > 54 && cell.height > 20) {
-        node.append(svg("text", { x: cell.x + 7, y: cell.y + 16 }, fit(name(buffer, group), cell.width - 12, 6.6)));
-        if (cell.height > 37) node.append(svg("text", { class: "second", x: cell.x + 7, y: cell.y + 31 }, fit(bytes(buffer.bytes), cell.width - 12, 6.6)));
-        if (cell.height > 56 && buffer.source) node.append(svg("text", { class: "second", x: cell.x + 7, y: cell.y + 46 }, fit(buffer.source.split("/").pop(), cell.width - 12, 6.6)));
+      if (cell.width > 54) {
+        const [first, ...more] = labels(buffer, group, Math.floor((cell.width - 12) / 6.6));
+        if (cell.height > 20) node.append(svg("text", { x: cell.x + 7, y: cell.y + 16 }, first));
+        more.slice(0, Math.max(Math.floor((cell.height - 22) / 15), 0)).forEach((text, number) =>
+          node.append(svg("text", { class: "second", x: cell.x + 7, y: cell.y + 31 + 15 * number }, text)));
       }
       const words = event => tip(event, el("strong", {}, `${bytes(buffer.bytes)}, ${percent(buffer.bytes / peak.bytes)} of the peak`),
         el("div", {}, swatch(colour(group.name)), group.name), buffer.shape, buffer.operation, buffer.source, buffer.why);
@@ -108,18 +109,31 @@ function draw(view, map, head, width, again) {
   el("span", { class: "soft" }, `  ${bytes(shown.reduce((sum, group) => sum + group.bytes, 0))}${peak.source ? `, ${peak.source}` : ""}`));
 }
 
-function name(buffer, group) {
-  if (buffer.rest) return buffer.shape || group.name;
-  const path = (buffer.operation || "").split("/");
-  return `${short(buffer.shape)} ${path[path.length - 1]}`.trim();
+// The words of a cell, the most telling first: what it is, how large, its shape, its line.
+function labels(buffer, group, letters) {
+  const shape = short(buffer.shape), cut = text => fit(text, letters);
+  if (buffer.rest || !buffer.operation) return [cut(shape || group.name), cut(bytes(buffer.bytes))];
+  return [named(buffer.operation, letters), cut(bytes(buffer.bytes)), cut(shape), cut((buffer.source || "").split("/").pop())].filter(Boolean);
+}
+
+// What JAX itself puts into the path of an operation.
+const OF_JAX = /^(jit|pjit|jvp|vmap|transpose|checkpoint|remat\d?|while|body|cond|closed_call|rematted_computation)\b/;
+
+// As many of a path's last parts as there is room for: of an operation its modules, of an argument its keys.
+function named(path, letters) {
+  const operation = path.split(";").pop().split("/");
+  const parts = operation.length > 1 ? operation.filter((part, at) => at === operation.length - 1 || !OF_JAX.test(part)).map((part, at) => at ? `/${part}` : part)
+    : path.split(/(?=[.[])/);
+  let found = parts.pop();
+  while (parts.length && parts[parts.length - 1].length + found.length <= letters) found = parts.pop() + found;
+  return fit(found.replace(/^[/.]/, ""), letters);
 }
 
 function short(shape) {
   return (shape || "").replace(/\{[^{}]*\}/g, "").replace(/\/\*.*?\*\//g, "");
 }
 
-function fit(text, room, letter) {
-  const most = Math.floor(room / letter);
+function fit(text, most) {
   return text.length <= most ? text : most > 2 ? `${text.slice(0, most - 1)}\u2026` : "";
 }
 

@@ -2,13 +2,15 @@
 
 import { bytes, choose, el, scale, sized, svg, swatch, switches, ticks, tip, untip, whole } from "./draw.js";
 import { colour } from "./peak.js";
+import { saveTrace, savesFiles } from "./perfetto.js";
 
 const LEFT = 62, RIGHT = 14, TOP = 18, BOTTOM = 34;
 
-export function withinAStep(run) {
+export function withinAStep(run, page) {
   const programs = run.programs.filter(one => one.step).sort((a, b) => b.bytes - a.bytes);
   const { step } = programs[0];
-  const view = { program: programs[0], from: null, to: null, whole: step.held_bytes < 0.5 * Math.max(...step.curve.map(([, size]) => size)) };
+  const view = page.keep(run, "step", { program: programs[0], from: null, to: null, whole: step.held_bytes < 0.5 * Math.max(...step.curve.map(([, size]) => size)) });
+  view.program = programs.find(one => one.name === view.program.name) || programs[0];
   const chart = el("div", { class: "chart" });
   const about = el("p", { class: "soft", role: "status" });
   let width = 0;
@@ -18,6 +20,7 @@ export function withinAStep(run) {
     programs.length > 1 ? choose("program", programs.map(one => [one, one.name]), view.program, value => { Object.assign(view, { program: value, from: null, to: null }); again(); }) : null,
     switches("vertical axis", [[false, "temporaries"], [true, "all memory"]], view.whole, value => { view.whole = value; again(); }),
     el("button", { type: "button", class: "quiet", onclick: () => { view.from = view.to = null; again(); } }, "Whole step"),
+    savesFiles() ? el("button", { type: "button", class: "quiet", title: "This step as a file that ui.perfetto.dev and chrome://tracing open", onclick: () => saveTrace(view.program) }, "Save for Perfetto") : null,
     el("span", { class: "hint" }, "Drag to zoom. A block is a value, from where it is made to its last use.")), chart, about);
 }
 
@@ -54,14 +57,14 @@ function draw(view, chart, about, width, again) {
     node.addEventListener("blur", untip);
     return node;
   });
-  picture.append(svg("path", { class: "line in-use", d: points }));
+  const over = [];
   if (peakAt >= from && peakAt <= to) {
-    picture.append(svg("line", { class: "level limit", x1: x(peakAt), x2: x(peakAt), y1: TOP, y2: floor }),
+    over.push(svg("line", { class: "level limit untouched", x1: x(peakAt), x2: x(peakAt), y1: TOP, y2: floor }),
       svg("text", { class: "level-name limit", x: x(peakAt) + (x(peakAt) > width / 2 ? -5 : 5), y: TOP - 4, "text-anchor": x(peakAt) > width / 2 ? "end" : "start" }, "the peak"));
   }
   const cover = svg("rect", { class: "cover", x: LEFT, y: TOP, width: width - LEFT - RIGHT, height: floor - TOP });
   const chosen = svg("rect", { class: "chosen", y: TOP, height: floor - TOP, visibility: "hidden" });
-  picture.append(cover, ...nodes, chosen);
+  picture.append(cover, ...nodes, svg("path", { class: "line in-use untouched", d: points }), ...over, chosen);
   for (const value of ticks(from, to, width / 110).filter(Number.isInteger)) {
     picture.append(svg("text", { class: "tick", x: x(value), y: floor + 17, "text-anchor": "middle" }, whole(value)));
   }

@@ -1,4 +1,8 @@
-"""The memory page as a file: its modules, its style and one model in a single HTML file that fetches nothing."""
+"""The memory page as a file that fetches nothing: its modules, its style and one model.
+
+A model is one plain dictionary. Bytes are whole numbers, of one device but where a curve names all processes; times are seconds
+since the epoch, and what is unknown is None or absent. docs/report.md lists the keys.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +12,17 @@ import hashlib
 import html
 import importlib.resources
 import json
+import math
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
-from jaxmem_callbacks.records.documents import Document, as_html, escape
+from jaxmem_callbacks.records.documents import Block, Document, as_blocks, as_html, escape
+from jaxmem_callbacks.records.terminal import shown
 
+FORMAT = 1  # of a model
 # Each after those that it imports.
-_MODULES = ("draw.js", "time.js", "peak.js", "step.js", "plan.js", "heap.js", "page.js")
+_MODULES = ("draw.js", "time.js", "peak.js", "perfetto.js", "step.js", "plan.js", "heap.js", "page.js")
 _IMPORT = re.compile(r"^import (\{[^}]*\}) from \"\./(\w+)\.js\";$", re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?(?:function|const) (\w+))", re.MULTILINE)
 _MODEL = "memory-model"
@@ -23,7 +30,7 @@ _OPENED = f'$page.open(document.querySelector("main"), JSON.parse(document.getEl
 
 
 def _asset(name: str) -> str:
-    return (importlib.resources.files("jaxmem_callbacks.writers") / "assets" / name).read_text("utf-8")
+    return (importlib.resources.files("jaxmem_callbacks.records") / "assets" / name).read_text("utf-8")
 
 
 @functools.cache
@@ -96,13 +103,44 @@ def document_html(document: Document) -> str:
     )
 
 
-def framed(model: Mapping[str, Any], *, height: int) -> str:
+def framed(model: Mapping[str, Any], *, height: int, table: Document) -> str:
     """The page as a frame in a notebook's output, which reaches nothing outside of itself.
 
     Args:
         model: As that of `page_html`.
         height: In pixels.
+        table: What stands below it, folded, for viewers that show no frames.
     """
     page = html.escape(page_html(model))
     style = f"width:100%;height:{height}px;border:0;color-scheme:light dark"
-    return f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
+    frame = f'<iframe sandbox="allow-scripts" style="{style}" srcdoc="{page}"></iframe>'
+    return f"{frame}<details><summary>As a table</summary>{as_html(table)}</details>"
+
+
+def program_page(title: str, summary: str, program: Mapping[str, Any], details: Sequence[Block] = ()) -> dict[str, Any]:
+    """The model of the page of one program.
+
+    Args:
+        title: What it is.
+        summary: A sentence.
+        program: What `records.programs.program_model` gave, or at least its ``name``, ``bytes`` and ``peak``.
+        details: What the page shows folded, last.
+    """
+    run = {"run": "program", "name": program["name"], "programs": [program], "details": as_blocks(details)}
+    return clean({"format": FORMAT, "title": title, "summary": summary, "runs": [run], "footer": ""})
+
+
+def clean(value: Any) -> Any:
+    """A value whose texts, names too, hold no secrets and no control sequences."""
+    known: Callable[[str], str] = functools.lru_cache(maxsize=4096)(shown)
+
+    def cleaned(value: Any) -> Any:
+        if isinstance(value, str):
+            return known(value)
+        if isinstance(value, Mapping):
+            return {known(str(name)): cleaned(each) for name, each in cast("Mapping[Any, Any]", value).items()}
+        if isinstance(value, list | tuple):
+            return [cleaned(each) for each in cast("Sequence[Any]", value)]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return cleaned(value)

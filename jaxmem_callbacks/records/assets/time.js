@@ -103,15 +103,15 @@ function draw(run, view, chart, keys, width, again, page) {
     else if (curve.low) picture.append(svg("path", { class: `band ${style}`, d: band(curve, x, y, at, from, to) }));
     picture.append(svg("path", { class: `line ${style}`, d: line(curve, x, y, at, from, to) }));
   }
-  const named = [];
+  const named = [], names = [];  // names are drawn over every line
   for (const [name, size, style] of levels.filter(level => level[1] <= ceiling)) {
     const place = y(size);
     picture.append(svg("line", { class: `level ${style}`, x1: LEFT, x2: width - RIGHT, y1: place, y2: place }));
     const words = [-5, 14, -20, 29, -35].map(by => place + by).find(spot => spot > panels[0].top + 4 && !named.some(other => Math.abs(other - spot) < 14)) ?? place - 5;
     named.push(words);
-    picture.append(svg("text", { class: `level-name ${style}`, x: width - RIGHT - 4, y: words, "text-anchor": "end" },
-      `${name} ${bytes(size)}`));
+    names.push(svg("text", { class: `level-name ${style}`, x: width - RIGHT - 4, y: words, "text-anchor": "end" }, `${name} ${bytes(size)}`));
   }
+  picture.append(...names);
 
   // Live arrays, stacked.
   const stack = run.arrays ? stacked(run.arrays, view.stack) : null;
@@ -313,7 +313,7 @@ function grid(picture, y, high, panel, width, name, count) {
     picture.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: place, y2: place }),
       svg("text", { class: "tick", x: LEFT - 8, y: place + 4, "text-anchor": "end" }, value ? bytes(value) : "0"));
   }
-  picture.append(svg("text", { class: "tick name", x: LEFT + 14, y: panel.top - 6 }, name));
+  picture.append(svg("text", { class: "tick name", x: 0, y: panel.top - 10 }, name));
 }
 
 function places(record, at, from, to) {

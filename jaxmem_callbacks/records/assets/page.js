@@ -105,9 +105,8 @@ function atAGlance(run, page) {
   const programs = (run.programs || []).filter(one => one.bytes).sort((a, b) => b.bytes - a.bytes);
   const tiles = [
     glance.high ? ["highest use", bytes(glance.high.bytes), `${glance.high.what}, ${glance.high.device}, ${glance.high.step < 0 ? "before the first step" : `step ${whole(glance.high.step)}`}`] : null,
-    glance.limit_bytes && glance.high ? ["headroom", glance.limit_bytes >= glance.high.bytes ? bytes(glance.limit_bytes - glance.high.bytes) : "none",
-      `of the limit of ${bytes(glance.limit_bytes)}`] : null,
-    glance.program ? ["needs most", bytes(glance.program.bytes), `${glance.program.name}, by its compiler${glance.limit_bytes ? `: ${percent(glance.program.bytes / glance.limit_bytes)} of the limit` : ""}`] : null,
+    glance.limit_bytes && glance.high ? headroom(glance) : null,
+    glance.program ? ["needs most", bytes(glance.program.bytes), `${glance.program.name}, by its compiler${glance.limit_bytes ? `: ${share(glance.program.bytes, glance.limit_bytes)}` : ""}`] : null,
     run.events && (run.events.length || !run.open) ? ["events", whole(run.events.length + (run.elsewhere || []).length), kinds(run.events)] : null,
   ].filter(Boolean);
   return el("div", { class: "glance" },
@@ -118,6 +117,18 @@ function atAGlance(run, page) {
       glance.first.event === null || glance.first.event === undefined ? null : [" ", el("button", { type: "button", class: "link", onclick: () => page.showEvent(run, glance.first.event) },
         `${glance.first.title}, event ${glance.first.event + 1}`)]) : null,
     el("p", { class: "soft sentence" }, run.sentence));
+}
+
+// Of the highest use and the largest program the one that leaves less: a platform may report no temporaries as in use.
+function headroom({ limit_bytes: limit, high, program }) {
+  const needed = program && program.bytes > high.bytes ? program : null;
+  const left = limit - (needed || high).bytes, whose = needed ? `, while ${needed.name} runs` : "";
+  return left >= 0 ? ["headroom", bytes(left), `of the limit of ${bytes(limit)}${whose}`]
+    : ["headroom", "none", `${bytes(-left)} above the limit of ${bytes(limit)}${whose}`];
+}
+
+function share(part, limit) {
+  return part < 3 * limit ? `${percent(part / limit)} of the limit` : `${whole(Math.round(part / limit))} times the limit`;
 }
 
 function kinds(events) {

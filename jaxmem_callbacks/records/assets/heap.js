@@ -18,7 +18,8 @@ export function theHeap(run) {
     el("li", {}, swatch("hole"), "hole"));
   const last = heaps[heaps.length - 1];
   return el("div", {}, el("p", { class: "soft" }, `Live arrays of ${fullest.device} by address, a row for each map that was kept. Most was held after step `,
-    `${whole(fullest.step)}: ${bytes(fullest.held_bytes)}. At the end ${bytes(last.held_bytes)} were held, and the largest hole was ${bytes(last.largest_hole_bytes)}.`), host, keys);
+    `${whole(fullest.step)}: ${bytes(fullest.held_bytes)}. At the end ${bytes(last.held_bytes)} were held, and the largest hole was ${bytes(last.largest_hole_bytes)}.`,
+    fullest.left_out_bytes ? ` Arrays of ${bytes(fullest.left_out_bytes)} were still being computed, and have no address yet.` : ""), host, keys);
 }
 
 function draw(heaps, fullest, style, host, width) {
@@ -43,7 +44,7 @@ function draw(heaps, fullest, style, host, width) {
       const top = number * row + (narrow ? 16 : 2);
       pen.fillStyle = heap === fullest ? ink("--ink") : ink("--soft");
       pen.font = `${heap === fullest ? "600 " : ""}12px system-ui, sans-serif`;
-      const words = `step ${whole(heap.step)}${heap === fullest ? ", the most" : ""}`;
+      const words = `step ${whole(heap.step)}${heap === fullest ? ", the most" : heap === heaps[heaps.length - 1] ? ", the last" : ""}`;
       pen.fillText(words, narrow ? 0 : 2, narrow ? top - 4 : top + ROW / 2 + 4);
       const gaps = 6 * (heap.regions.length - 1);
       const x = scale(0, most, 0, Math.max(room - gaps, 1));
