@@ -6,7 +6,7 @@ ENVIRONMENT := $(PYTHON) tools/environments.py
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture docs quick record-answers test test-all test-adapters core lint format-check format types mutants check-wheel gpu-check bench bench-accumulation bench-adapters bench-analytic bench-chunks bench-hook bench-million bench-remat bench-lowering bench-options bench-padding bench-peers bench-examples bench-plan bench-recovery bench-scale bench-simulator bench-stale bench-state clean python
+.PHONY: help demo picture docs quick record-answers test test-all test-adapters core lint format-check format types mutants check-wheel gpu-check bench bench-accumulation bench-adapters bench-analytic bench-chunks bench-hook bench-million bench-remat bench-lowering bench-options bench-padding bench-peers bench-policies bench-viewer bench-examples bench-plan bench-recovery bench-scale bench-simulator bench-stale bench-state bench-vmaps clean gallery newest python
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -31,6 +31,18 @@ record-answers: python ## ask absent hardware's compilers for the answers that t
 
 test-adapters: python ## train with the real Flax, Equinox, optax, Orbax, Keras, clu, Grain, Tunix, Kauldron and Levanter, the monitor in its place; installs them, and takes a quarter of an hour
 	@$(ENVIRONMENT) apart project,test python -m benchmarks.frameworks $(ARGS)
+
+gallery: python ## plan public training programs as they are, paste the printed lines and train them; installs them, takes hours
+	@$(ENVIRONMENT) run project,test python -m benchmarks.gallery $(ARGS)
+
+bench-viewer: python ## the ten largest buffers at the peak of public programs, by XProf's memory viewer and here; minutes
+	@$(ENVIRONMENT) run project,test python -m benchmarks.gallery.memory_viewer $(ARGS)
+
+bench-policies: python ## MaxText's own remat policies and one plan of the same decoder, for an H100; a quarter of an hour
+	@$(ENVIRONMENT) run project,test python -m benchmarks.gallery.remat_policies $(ARGS)
+
+newest: python ## the marked core with everything without upper bounds, pre-releases too: what the next JAX line will break
+	@$(ENVIRONMENT) newest project,test $(PYTEST) -m "core and not targets and not browser" $(ARGS)
 
 lint: python ## ruff check
 	@$(ENVIRONMENT) run project,test,lint ruff check .
@@ -59,6 +71,7 @@ bench-hook: python ## the cost of the monitor's hook per step, beside other logg
 	@$(ENVIRONMENT) run project,test,compared python -m benchmarks.hook_cost $(ARGS)
 
 bench-adapters: python ## the monitor writes into the real clu, Flax, metrax, tensorboardX and Weights & Biases; installs TensorFlow
+	@$(ENVIRONMENT) run project,test,adapters $(PYTEST) -m adapters tests/test_adapters_wandb.py
 	@$(ENVIRONMENT) run project,test,adapters python -m benchmarks.adapters $(ARGS)
 
 bench-peers: python ## texts of failures, read by stormlog and by this library; seconds
@@ -78,6 +91,9 @@ bench-chunks: python ## bytes and FLOPs of a vocabulary's head in chunks, by the
 
 bench-state: python ## what a step's peak falls by with the optimizer's state on the host, on H100, v5e and CPU
 	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.state_offload $(ARGS)
+
+bench-vmaps: python ## the fewest chunks that fit of five programs that map over samples by jax.vmap, on the CPU
+	@$(ENVIRONMENT) run project,test python -m benchmarks.vmapped_programs $(ARGS)
 
 bench-lowering: python ## what cutting a loss costs at start-up
 	@$(ENVIRONMENT) run project,test python -m benchmarks.lowering $(ARGS)

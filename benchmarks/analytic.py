@@ -21,10 +21,10 @@ from benchmarks.sources import write_result
 from jaxmem_callbacks.planning.step_time import modelled_seconds, speed_of
 from jaxmem_callbacks.programs.steps.program import operations_of
 from jaxmem_callbacks.programs.targets.target import resolve_target
+from jaxmem_callbacks.records.plans import FrontierPoint
 from jaxmem_callbacks.transforms.costs import count_flops
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
 from jaxmem_callbacks.transforms.remat import cut_equations
-from jaxmem_callbacks.transforms.save_frontier import FrontierPoint
 from jaxmem_callbacks.transforms.tracing import flatten
 
 PROBLEMS: dict[str, Callable[[], Problem]] = {

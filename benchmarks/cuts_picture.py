@@ -16,8 +16,9 @@ import numpy as np
 from benchmarks.allocation_picture import figure
 from benchmarks.sources import ROOT
 from jaxmem_callbacks.records.units import MIB
+from jaxmem_callbacks.transforms.costs import alive
 from jaxmem_callbacks.transforms.cuts import choose_cuts
-from jaxmem_callbacks.transforms.loss_profile import LiveBytesProfile, alive, cheap_values, profile_loss
+from jaxmem_callbacks.transforms.loss_profile import LiveBytesProfile, cheap_values, profile_loss
 from jaxmem_callbacks.transforms.tracing import flatten
 
 PICTURE = ROOT / "docs" / "images" / "cuts.png"
@@ -36,7 +37,7 @@ def profile() -> LiveBytesProfile:
     shapes = (WIDTH, WIDE * WIDTH), (WIDE * WIDTH, WIDTH)
     block = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     flat = flatten(jax.make_jaxpr(loss)([block] * BLOCKS, jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)))
-    return profile_loss(flat, cheap_values(flat.eqns, flat.invars)).live
+    return profile_loss(flat, cheap_values(flat)[0]).live
 
 
 def live_bytes(found: LiveBytesProfile) -> np.ndarray:

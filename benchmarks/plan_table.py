@@ -1,4 +1,4 @@
-"""The rows of `plan_bench` enter; a Markdown table leaves: the plain step, the best by hand and ours, by model and target.
+"""The rows of `plan_bench` as a Markdown table: the plain step, the best by hand and ours, by model and target.
 
     python -m benchmarks.plan_table
 

@@ -39,6 +39,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         ),
     ),
     "state_offload": ("_compat", "transforms", "programs", "jaxmem_callbacks/planning/step_time.py"),
+    "vmapped_programs": ("_compat", "transforms", "jaxmem_callbacks/planning/chunk_candidates.py"),
     "hook_cost": ("analysis", "callbacks", "probes", "records", "writers"),
     "million_steps": ("analysis", "callbacks", "probes", "records", "writers"),
     "lowering": ("_compat", "transforms"),
@@ -79,13 +80,20 @@ COMMANDS = {
     "chunked_head": "bench-chunks",
     "compiler_options": "bench-options",
     "frameworks": "test-adapters",
+    "gallery": "gallery",
+    "memory_viewer": "bench-viewer",
     "oom_report": "bench-recovery",
+    "remat_policies": "bench-policies",
     "state_offload": "bench-state",
+    "vmapped_programs": "bench-vmaps",
 }
 # Checks that write a result file -> files that they rest on. What they check is the package as it was then, all of it, so that
 # these say only whether the same was asked.
 CHECKS: dict[str, tuple[str, ...]] = {
+    "memory_viewer": ("benchmarks/gallery/memory_viewer.py", "benchmarks/gallery/viewed.py"),
+    "remat_policies": ("benchmarks/gallery/remat_policies.py",),
     "check_wheel": ("pyproject.toml", "tools/check_wheel.py", "tools/wheel_use.py"),
+    "gallery": ("benchmarks/gallery/outcome.py", "benchmarks/gallery/pasting.py"),
 }
 _WRITERS = ("benchmarks.sources", "benchmarks.code_hash")  # of results: no figure rests on them
 # The benchmark whose rows name the file of their model, and rooms whose change may change a plan.
