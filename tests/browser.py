@@ -153,6 +153,16 @@ def cut_off_when_narrow(browser: Browser, picture: str) -> list[str]:
         browser.resize(1480, 960)
 
 
+def click_through(browser: Browser, page: str = "const page = document;") -> dict[str, int]:
+    """Use all that a memory page has, in every view, as people do: how many of each kind there were.
+
+    Args:
+        browser: It shows the page.
+        page: JavaScript that names its document.
+    """
+    return browser.run(f"{page}\n{_CLICK_THROUGH}")
+
+
 _LEAST_CONTRAST = 4.5  # WCAG 2, level AA, for text of a page's usual size
 _ALL_TEXT = """
 const seen = [];
@@ -171,6 +181,47 @@ return [...document.querySelectorAll('h1, h2, h3, h4, p, li, figure, img, articl
   .filter(one => !one.parentElement.closest('.scroll'))
   .filter(one => one.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
   .map(one => one.textContent.slice(0, 40));
+"""
+# What is drawn again by a click is looked for again.
+_CLICK_THROUGH = """
+const all = selector => [...page.querySelectorAll(selector)];
+const fire = (node, name, options) => node.dispatchEvent(new Event(name, {bubbles: true, ...options}));
+const press = (node, key) => node.dispatchEvent(new KeyboardEvent('keydown', {key, bubbles: true, cancelable: true}));
+const point = (node, name) => {
+  const box = node.getBoundingClientRect(), at = {clientX: box.x + box.width / 2, clientY: box.y + box.height / 2};
+  node.dispatchEvent(new PointerEvent(name, {bubbles: true, pointerId: 1, ...at}));
+};
+const done = {views: all('h2').length};
+all('nav a').forEach(link => link.click());
+all('details').forEach(one => { one.open = true; });
+const turned = (name, selector, use) => {
+  done[name] = all(selector).length;
+  for (let at = 0; at < all(selector).length; at += 1) use(all(selector)[at]);
+};
+turned('lists', '.view select', list => {
+  for (let at = 0; at < list.options.length; at += 1) { list.selectedIndex = at; fire(list, 'change'); }
+  list.selectedIndex = 0; fire(list, 'change');
+});
+turned('switches', '.switches button', button => button.click());
+turned('keys', '.keys button', button => { button.click(); });
+turned('keys', '.keys button', button => { button.click(); });
+turned('figures', 'svg[tabindex], .treemap', figure => {
+  for (const key of ['ArrowRight', 'ArrowLeft', '+', '-', 'Enter', 'Escape']) press(figure, key);
+});
+turned('covers', '.cover', cover => { point(cover, 'pointermove'); point(cover, 'pointerleave'); });
+turned('blocks', '.block', block => { point(block, 'pointermove'); point(block, 'pointerleave'); });
+done.cells = all('.cell').length;
+for (let at = 0; at < Math.min(done.cells, 8); at += 1) {
+  point(all('.cell')[at], 'pointermove');
+  fire(all('.cell')[at], 'click');
+  fire(page.querySelector('.cell'), 'click');
+}
+turned('points', '#plan circle', circle => fire(circle, 'click'));
+turned('heaps', 'canvas', canvas => { press(canvas, 'ArrowDown'); point(canvas, 'pointermove'); });
+done.events = all('.event-mark').length;
+if (done.events) fire(page.querySelector('.event-mark'), 'click');
+all('details').forEach(one => { one.open = true; });
+return done;
 """
 # For every text its contrast with what lies behind it.
 _CONTRASTS = """

@@ -20,7 +20,8 @@ class Made:
         bytes: Of the value it makes.
         flops: Of making it once.
         takes: Earlier values that it uses; the chain's own argument and the weights are there anyway and are left out.
-        needs: Values, its own included, that its derivative uses.
+        needs: Values, its own included, that its derivative uses. In a checkpoint its own is made again, whatever is kept: JAX's
+            derivative is of what the step makes and not of what was kept of it.
         in_place: Elementwise, so that its value takes the place of what it takes, and its gradient gives it back.
         is_sum: Hands one number to all elements of what it takes, so that this gradient is nowhere before it is used.
     """
@@ -41,6 +42,19 @@ class Plan:
     kept: int = 0
 
 
+class _Bytes(dict[int, int]):
+    """Bytes of sets of values, each added up once."""
+
+    def __init__(self, steps: list[Made]) -> None:
+        super().__init__({0: 0})
+        self._steps = steps
+
+    def __missing__(self, bits: int) -> int:
+        low = bits & -bits
+        self[bits] = found = self[bits ^ low] + self._steps[low.bit_length() - 1].bytes
+        return found
+
+
 @final
 class Chain:
     """Costs of plans. Sets of values are whole numbers, one bit a value.
@@ -53,22 +67,19 @@ class Chain:
         self.steps = steps
         self._takes = [sum(1 << v for v in step.takes) for step in steps]
         self._needs = [sum(1 << v for v in step.needs) for step in steps]
-        self._bytes = [0] * (1 << len(steps))
-        for bits in range(1, len(self._bytes)):
-            low = bits & -bits
-            self._bytes[bits] = self._bytes[bits ^ low] + steps[low.bit_length() - 1].bytes
+        self._bytes = _Bytes(steps)
         count = len(steps)
         users = [[i for i in range(count) if self._takes[i] >> v & 1] for v in range(count)]
         # Alive while step i runs: what it or a later step takes, and what it makes.
-        self._ahead = [sum(1 << v for v in range(i) if users[v] and users[v][-1] >= i) | 1 << i for i in range(count)]
+        self.ahead = [sum(1 << v for v in range(i) if users[v] and users[v][-1] >= i) | 1 << i for i in range(count)]
         for i, step in enumerate(steps):
             ending = [v for v in step.takes if users[v][-1] == i]
             if step.in_place and ending:  # it makes its value in the place of one that nobody else takes
-                self._ahead[i] ^= 1 << ending[0]
+                self.ahead[i] ^= 1 << ending[0]
         # The gradient of a value is alive from its last user's derivative until its own maker's.
         # An elementwise step turns its gradient into that of what it takes, in place.
         filled = [[i for i in by if not steps[i].is_sum] for by in users]
-        self._gradients = [
+        self.gradients = [
             sum(1 << v for v in range(i) if filled[v] and filled[v][-1] >= i) | (0 if steps[i].in_place else 1 << i)
             for i in range(count)
         ]
@@ -89,7 +100,7 @@ class Chain:
         behind = [0] * len(parts)  # stored values that this part or an earlier one waits for
         for place, own in enumerate(stored):
             behind[place] = waiting = waiting | own
-        for i, ahead in enumerate(self._ahead):
+        for i, ahead in enumerate(self.ahead):
             most = max(most, self._bytes[ahead | (waiting & ((1 << i) - 1))])
         for place, (start, end) in enumerate(parts):
             earlier = behind[place - 1] if place else 0
@@ -106,7 +117,8 @@ class Chain:
         if end == len(self.steps):
             return wanted, 0
         there = plan.kept | ~own
-        again, pending = 0, wanted & ~there
+        by_result = sum(1 << i for i in range(start, end) if i in self.steps[i].needs)
+        again, pending = 0, wanted & ~there | by_result
         stored = wanted & there
         while pending:
             again |= pending
@@ -123,7 +135,7 @@ class Chain:
         most = made = 0
         coming = 0  # gradients that later parts left for this one and those before
         if end < len(self.steps):
-            coming = self._gradients[end] & ~(1 << end)
+            coming = self.gradients[end] & ~(1 << end)
         needs = [0] * (end - start + 1)  # what the derivatives of steps before the i-th use
         for i in range(start, end):
             needs[i - start + 1] = needs[i - start] | self._needs[i]
@@ -140,7 +152,7 @@ class Chain:
             ending = held & ~earlier & ~needs[i - start] & self._needs[i]
             if self.steps[i].in_place and ending:  # the gradient takes the place of what nobody else needs
                 held ^= ending & -ending
-            most = max(most, self._bytes[held] + self._bytes[self._gradients[i]])
+            most = max(most, self._bytes[held] + self._bytes[self.gradients[i]])
         return most
 
     def best(self) -> list[tuple[int, int]]:

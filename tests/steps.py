@@ -56,3 +56,16 @@ def make_plain(name="train_step", gradients=jm.value_and_grad):
 
     train_step.__name__ = name
     return train_step, traces
+
+
+# A script of a few lines, around a step of this library.
+SCRIPT = """
+import jax.numpy as jnp
+import jaxmem_callbacks as jm
+
+def train_step(params, batch):
+    loss, grads = jm.value_and_grad(lambda p: jnp.mean((batch @ p["w"]) ** 2))(params)
+    return {"w": params["w"] - grads["w"]}, loss
+
+jm.jit_step(train_step)({"w": jnp.ones((33, 17))}, jnp.ones((5, 33)))
+"""

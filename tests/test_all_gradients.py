@@ -472,7 +472,7 @@ def test_a_gradient_that_cannot_be_cut_stays_and_is_noted(package):
     made = jm.jit_step(step, FULL, gradients="all", donate_argnames=())
     assert_close(made(WEIGHTS, X), jax.jit(step)(WEIGHTS, X))
     (note,) = made.notes
-    assert note.startswith("The gradient of <lambda> stays as JAX takes it: remat='full' would do nothing")
+    assert note.startswith("The gradient of <lambda> stays without checkpoints: remat='full' would do nothing")
     assert note in jm.step_memory(made, WEIGHTS, X).warnings
 
 

@@ -260,6 +260,7 @@ SEEN: dict[str, Any] = {
     "trace": [StepMark(step=0, live_bytes=1)],
     "messages": ["a probe is switched off"],
     "saves": [SaveSpan(began_s=0.0, ended_s=1.0, first_step=0, background=False)],
+    "draws_heap": False,
 }
 
 

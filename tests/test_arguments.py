@@ -52,6 +52,7 @@ CALLS: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
     "CollectingWriter": ({}, repr),
     "CsvWriter": ({"path": "memory.csv"}, lambda writer: closed(jm.MemoryMonitor(writer=writer))),
     "MemoryMonitor": ({}, closed),
+    "MemoryMonitor.wrap": ({"train_step": train_step}, lambda step: step(*given())),
     "Plan": ({"record": sample_plans.six()}, str),
     "Preset": ({"name": "mine"}, repr),
     "PrometheusWriter": ({"path": "memory.prom"}, lambda writer: closed(jm.MemoryMonitor(writer=writer))),
@@ -125,8 +126,8 @@ WRONG = (
 
 
 def public() -> dict[str, Any]:
-    """Each public name that can be called, also those of the modules."""
-    found: dict[str, Any] = {}
+    """Each public name that can be called, also those of the modules, and what a monitor makes of a function."""
+    found: dict[str, Any] = {"MemoryMonitor.wrap": jm.MemoryMonitor().wrap}
     for name in jm.__all__:
         value = getattr(jm, name)
         inner = {f"{name}.{each}": getattr(value, each) for each in getattr(value, "__all__", ())}

@@ -20,6 +20,7 @@ from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import other_steps
 from jaxmem_callbacks.records.arrays import ArrayCensus, ArrayGroup
 from jaxmem_callbacks.records.units import MIB
+from tests import forked
 from tests.pasting import pasted
 from tests.sample_plans import sentences
 from tests.unedited_scripts import GAN, written
@@ -308,7 +309,7 @@ def test_variables_that_cannot_be_flattened_are_passed_by(tmp_path: Path) -> Non
     step = "@jax.jit\ndef step(params, batch):\n    return jax.grad(loss)(params, batch)\n"
     (script := tmp_path / "train.py").write_text(HEAD.format(width=1201) + step + ODD, "utf-8")
     command = [sys.executable, "-m", "jaxmem_callbacks", "inspect", "--top", "0", str(script)]
-    words = " ".join(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    words = " ".join(forked.run(command, capture_output=True, text=True, check=True).stdout.split())
     assert "first holds as many arrays of the same shapes as params (5.5 MiB)" in words
     assert "Beside the step's arguments" not in words, "the same bytes are not told twice"
 

@@ -17,6 +17,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
+from tests import forked
 from tests.context_steps import CONTEXTS
 from tests.processes import EMITTED_QUICKLY
 from tests.target_step import needs_compiler
@@ -37,7 +38,7 @@ def by_jax() -> Any:
     def found(target: str) -> dict[str, list[int]]:
         if target not in known:
             settings = {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(Path(STEPS).parents[1])}
-            run = subprocess.run(
+            run = forked.run(
                 [sys.executable, "-W", "ignore", STEPS, "--told", ",".join(THERE if target else CONTEXTS), target],
                 env=os.environ | EMITTED_QUICKLY | settings,
                 capture_output=True,
@@ -162,7 +163,7 @@ CLOSES = """
 @pytest.mark.parametrize("ends", ["x = 1", "sys.exit(3)", "raise KeyError('lr')"])
 def test_a_script_that_closed_its_streams_and_has_no_step_is_answered_all_the_same(ends: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(CLOSES) + ends)
-    run = subprocess.run(
+    run = forked.run(
         [sys.executable, "-m", "jaxmem_callbacks", "inspect", "train.py"],
         cwd=tmp_path,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(STEPS).parents[1])},
@@ -271,7 +272,7 @@ def test_a_signal_gives_the_best_so_far_and_saves_it_where_it_was_typed(
 ) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(SIGNALLED))
     command = [sys.executable, "-m", "jaxmem_callbacks.cli.main", "plan", "train.py", "--save", "plan.json"]
-    run = subprocess.run(
+    run = forked.run(
         [*command, "--args", name, where],
         cwd=tmp_path,
         env=os.environ | EMITTED_QUICKLY | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(STEPS).parents[1])},

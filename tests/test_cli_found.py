@@ -24,6 +24,7 @@ from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import Reached, reach_step
 from jaxmem_callbacks.cli.trace_log import TraceLog
 from jaxmem_callbacks.records.advice import ADVICE
+from tests import forked
 from tests.pasting import pasted, run, value
 from tests.target_step import needs_compiler
 from tests.unedited_scripts import LAYERS, written
@@ -666,7 +667,47 @@ def jaxmem(*typed: str, **variables: str) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     command = [sys.executable, "-m", "jaxmem_callbacks", *typed]
     variables = inherited | {"JAX_PLATFORMS": "cpu"} | variables
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+    return forked.run(command, capture_output=True, text=True, check=False, env=variables)
+
+
+FRAMEWORK = """
+import sys
+assert not {"flax", "equinox"} & sys.modules.keys(), "of frameworks only what a script imports is imported"
+import jax, jax.numpy as jnp
+import jax.experimental.pjit  # whose names are deprecated, and are looked at as well
+from flax import nnx
+
+@nnx.jit
+def train_step(model, batch):
+    gradients = nnx.grad(lambda model: (jnp.tanh(model(batch)) ** 2).mean())(model)
+    nnx.update(model, jax.tree.map(lambda p, g: p - g, nnx.state(model, nnx.Param), gradients))
+
+train_step(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), jnp.ones((64, 32)))
+"""
+
+
+def test_a_framework_is_looked_at_when_the_script_imports_it(tmp_path: Path) -> None:
+    words = ("inspect", written(tmp_path, FRAMEWORK), "--top", "0")
+    done = jaxmem(*words, PYTHONWARNINGS="error:jax.experimental.pjit:DeprecationWarning")
+    assert done.returncode == 0, done.stderr
+    assert "train_step" in done.stdout
+
+
+def test_a_framework_that_is_not_to_be_imported_is_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "equinox", None)
+    found, _ = reached(
+        tmp_path,
+        """
+        @jax.jit
+        def train_step(w):
+            return w - jax.grad(lambda w: (batch @ w).sum())(w)
+
+        train_step(jnp.ones((32, 8)))
+        """,
+    )
+    assert found.step.name == "train_step"
 
 
 @pytest.mark.targets

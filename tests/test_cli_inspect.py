@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -18,6 +17,7 @@ from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import reach_step
 from jaxmem_callbacks.planning.interrupts import command_interrupted
 from jaxmem_callbacks.records.errors import ScriptError
+from tests import forked
 from tests.pasting import pasted
 from tests.target_step import needs_compiler
 
@@ -148,9 +148,7 @@ def test_it_runs_as_a_command_of_its_own(script):
         "--args",
         str(log),
     ]
-    done = subprocess.run(
-        command, check=False, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"}
-    )
+    done = forked.run(command, check=False, capture_output=True, text=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["policy"]["remat"], len(told["top_buffers"])) == ("full", 1)

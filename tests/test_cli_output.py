@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 
@@ -11,8 +12,9 @@ import pytest
 
 from jaxmem_callbacks.cli.exit_codes import exit_codes_text
 from jaxmem_callbacks.cli.main import COMMANDS, main
-from jaxmem_callbacks.records.documents import Bullets, Code, Document, Section, as_text, put_document
+from jaxmem_callbacks.records.documents import Bullets, Code, Document, Section, Table, as_text, put_document
 from jaxmem_callbacks.records.terminal import put, quietly
+from tests.steps import SCRIPT
 
 PAGE = Document([Section("A heading", ["words", Bullets(["look"], mark="!"), Code(["jm.plan()"])])])
 
@@ -52,6 +54,71 @@ def test_a_terminal_has_colours_and_the_text_is_the_same(monkeypatch):
     for code in ("1", "33", "36", "0"):
         plain = plain.replace(f"\x1b[{code}m", "")
     assert plain == as_text(PAGE) + "\n"
+
+
+WIDE = Table(
+    ("size", "policy", "from"),
+    [
+        ("1 GiB", "remat full, 4 microbatches, donated, offload of saved activations", "jit(step)/Block_3/" + "x" * 60),
+        ("2 MiB", "none", "y"),
+    ],
+    ("right", "left", "left"),
+)
+
+
+def test_a_table_is_fitted_to_a_terminal_and_nowhere_else(monkeypatch, capsys):
+    put_document(Document([WIDE]), width=60)
+    assert capsys.readouterr().out == as_text(Document([WIDE])) + "\n", "a file has each row in one line"
+    terminal = terminal_of(monkeypatch)
+    monkeypatch.setenv("NO_COLOR", "1")
+    put_document(Document([WIDE, Section("below", [WIDE])]), width=60)
+    lines = terminal.getvalue().splitlines()
+    assert max(map(len, lines)) <= 60
+    assert all(line.startswith(("   size", "  1 GiB", "  2 MiB", "   ", "below")) for line in lines if line)
+    assert terminal.getvalue().count("x") == 2 * 60, "nothing is cut off"
+    assert "microbatches" in terminal.getvalue()
+
+
+def test_what_fits_a_terminal_is_as_it_is_in_a_file(monkeypatch):
+    terminal = terminal_of(monkeypatch)
+    monkeypatch.setenv("NO_COLOR", "1")
+    put_document(Document([WIDE]), width=200)
+    assert terminal.getvalue() == as_text(Document([WIDE]), width=200) + "\n"
+
+
+def test_a_table_of_numbers_is_never_broken(monkeypatch):
+    terminal = terminal_of(monkeypatch)
+    monkeypatch.setenv("NO_COLOR", "1")
+    numbers = Document([Table(("bytes", "count"), [("1" * 50, "2" * 50)], ("right", "right"))])
+    put_document(numbers, width=60)
+    assert terminal.getvalue() == as_text(numbers) + "\n"
+
+
+def test_documents_stand_apart_and_empty_ones_are_left_out(capsys):
+    put_document(Document(["a"]), Document([]), "", "b  stays", Document(["c", "d"]))
+    assert capsys.readouterr().out == "a\n\nb  stays\n\nc\nd\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [("inspect", "--top", "2"), ("plan", "--budget", "1GiB")])
+def test_inspect_and_plan_have_colours_on_a_terminal_and_the_same_text(command, tmp_path, monkeypatch, capsys):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    typed = [command[0], str(tmp_path / "train.py"), *command[1:]]
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert main(typed) == 0
+    plain = capsys.readouterr().out
+    assert "\x1b" not in plain
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert main(typed) == 0
+    coloured = capsys.readouterr().out
+    assert "\x1b[1m" in coloured
+    without = re.sub(r"\x1b\[\d+m", "", coloured)
+    figures = lambda text: re.sub(r"\d+ of them from the cache|[\d.]+ ms", "", text)  # noqa: E731
+    assert figures(without) == figures(plain)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert main([*typed, "--quiet"]) == 0
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])

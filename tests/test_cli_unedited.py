@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -24,6 +23,7 @@ from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.cli.script import reach_step
 from jaxmem_callbacks.cli.source import is_unedited
 from jaxmem_callbacks.records.errors import ScriptError
+from tests import forked
 from tests.pasting import pasted, run
 from tests.processes import EMITTED_QUICKLY
 from tests.target_step import needs_compiler
@@ -334,7 +334,7 @@ def test_a_script_for_a_pod_is_told_how_it_is_planned_elsewhere(
     )
     # In a process of its own: a cluster is looked for before anything of JAX is used.
     command = [sys.executable, "-m", "jaxmem_callbacks.cli.main", "plan", script]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    ran = forked.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 1, ran.stderr
     assert f"failed before its first step: {why}" in ran.stderr
     assert "name it behind the script: SCRIPT.py:function" in ran.stderr
@@ -385,7 +385,7 @@ def test_a_method_of_an_equinox_module_is_wrapped_where_it_is_defined(tmp_path: 
     lines[int(place) - 1 : int(place) - 1] = ["import jaxmem_callbacks as jm", line]
     both = "\n".join(f"exec({text!r}, {{'__name__': '__main__'}})" for text in (METHOD, "\n".join(lines)))
     environment = os.environ | EMITTED_QUICKLY
-    done = subprocess.run([sys.executable, "-c", both], env=environment, capture_output=True, text=True, check=True)
+    done = forked.run([sys.executable, "-c", both], env=environment, capture_output=True, text=True, check=True)
     losses = [float(each) for each in done.stdout.split()]
     assert len(losses) == 6
     assert losses[:3] == pytest.approx(losses[3:], rel=1e-4)

@@ -49,6 +49,7 @@ MONITORS = st.builds(
     fragmentation_share=st.floats(0, 1, exclude_min=True),
     fragmentation_min_bytes=st.integers(0, 2**50),
     near_oom_steps=st.integers(1, 10**9),
+    near_oom_profiles=st.integers(0, 10**9),
     growth_steps=st.integers(10, 10**9),
     growth_min_bytes=st.integers(1, 2**50),
     growth_min_arrays=st.none() | st.integers(1, 10**9),
@@ -130,6 +131,7 @@ def test_every_range_is_in_the_generated_records():
             for name in ("every_steps", "window_s", "scan_s", "near_oom_headroom", "fragmentation_share")
         ),
         *(f"monitor.{name}" for name in ("host_s", "driver_s", "heap_map_s", "figure_s", "processes_s", "trace_steps")),
+        "monitor.near_oom_profiles",
         *(f"monitor.{name}" for name in ("near_oom_steps", "growth_steps", "growth_min_arrays", "imbalance_share")),
         *(f"recovery.{name}" for name in ("every_steps", "max_microbatches", "agree_s")),
     }

@@ -6,7 +6,6 @@ import ast
 import itertools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -40,6 +39,7 @@ from jaxmem_callbacks.recovery.moving.mover import (
     device_copy_rate,
     host_link_rate,
 )
+from tests import forked
 from tests.sample_devices import GPU, Card
 
 pytestmark = pytest.mark.core
@@ -205,7 +205,7 @@ print(json.dumps([attempt(each, 100, False), attempt(together, 100, False), atte
 def test_memory_that_runs_out_in_the_middle_loses_nothing():
     """Under a real limit: a copy on the device, a copy to the host, and the way back find no room."""
     variables = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    done = subprocess.run([sys.executable, "-c", FAILS], env=variables, capture_output=True, text=True, check=False)
+    done = forked.run([sys.executable, "-c", FAILS], env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     copying, fetching, putting = json.loads(done.stdout.splitlines()[-1])
     assert [told["values"] for told in (copying, fetching, putting)] == [[True, 7, True]] * 3

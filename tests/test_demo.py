@@ -14,7 +14,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.units import parse_bytes
 from jaxmem_callbacks.writers.log import END
+from tests.browser import Browser
 from tests.processes import EMITTED_QUICKLY
+from tests.tensorboards import error_boxes, in_tab, opened, ours, tensorboard, used
 
 ROOT = Path(__file__).resolve().parent.parent
 DEMO = ROOT / "examples" / "demo.py"
@@ -139,3 +141,29 @@ def test_pictures_are_not_taken_without_a_run(tmp_path: Path):
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     assert answer.returncode == 1
     assert answer.stderr.splitlines()[-1] == f"No run in {tmp_path}: make demo"
+
+
+@pytest.mark.browser
+def test_its_run_is_used_in_tensorboard_right_after_the_start(
+    printed: str, logdir: Path, browser: Browser, tmp_path: Path
+):
+    """The tab with every view, and TensorBoard's own pages: no error box, and no error in the console."""
+    del printed
+    with tensorboard(tmp_path / "tensorboard.log", "--logdir", str(logdir)) as address:
+        opened(browser, address)
+        drawn = "return page.querySelector('#time svg') !== null && page.querySelector('#peak .cell') !== null"
+        assert browser.wait_for(lambda: in_tab(browser, drawn))
+        found = used(browser)
+        assert (found["views"], found["events"]) == (7, 2)
+        assert min(found[kind] for kind in ("figures", "cells", "blocks", "heaps")) >= 1
+        assert ours(browser.errors()) == []
+        for part, words in (
+            ("scalars", "tag:\nmemory/live_arrays_gib"),
+            ("custom_scalars", "Live arrays [GiB], from live_arrays"),
+            ("images", "memory/over_time"),
+            ("text", "What to do"),
+        ):
+            browser.open(f"{address}/#{part}")
+            assert browser.wait_for(lambda words=words: words in browser.text()), part
+            assert error_boxes(browser) == []
+            assert ours(browser.errors()) == []

@@ -78,6 +78,8 @@ NOT_RUN = {
     "make docs": "test_docs_site.py runs what it calls, mkdocs build --strict",
     "make core": "what continuous integration runs beside the tests",
     "make test-adapters": _ENVIRONMENTS,
+    "make gallery": _ENVIRONMENTS,
+    "make newest": _ENVIRONMENTS,
     "make mutants": "runs parts of this suite many times over",
     "make check-wheel": _ENVIRONMENTS,
 }

@@ -117,14 +117,16 @@ def test_figures_of_peers_are_those_of_the_files():
     failures, others = theirs["failures"], theirs["others"]
     assert f"have {failures['all'] + others['all']} texts" in text
     assert f"{failures['all']} failures of memory that ran out and {others['all']} that only look like one" in text
-    gpu, tpu = (
-        f"{failures[f'{place} taken']} of {failures[f'{place} all']} of a {place.upper()}'s" for place in ("gpu", "tpu")
-    )
     assert (
-        f"stormlog {found['stormlog']} takes {failures['taken']} of the {failures['all']} for a failure ({gpu}, {tpu})"
-        in text
-    )
-    assert f"and {others['taken']} of the {others['all']} as well" in text
+        f"of a GPU's {failures['gpu all']} failures | of a TPU's {failures['tpu all']} | of all {failures['all']} "
+        f"| of the {others['all']} that are none |"
+    ) in text
+    for tool, one, other in (
+        (f"stormlog {found['stormlog']}", failures, others),
+        ("`jm.parse_oom`", ours["failures"], ours["others"]),
+    ):
+        taken = [one["gpu taken"], one["tpu taken"], one["taken"], other.get("taken")]
+        assert f"| {tool} | {' | '.join(map(str, taken))} |" in text
     assert (ours["failures"]["taken"], ours["others"].get("taken")) == (failures["all"], 0)
     lines = (DOCS / "benchmarks.md").read_text().splitlines()
     assert f"| stormlog {found['stormlog']} takes for a failure | {failures['taken']} | {others['taken']} |" in lines
@@ -137,10 +139,10 @@ def test_what_watching_costs_is_told_as_it_was_measured():
     one, eight = (
         content["by_devices"][count]["monitor, everything on"]["whole_step_mean_ratio"] for count in ("1", "8")
     )
-    assert f"to {one:.3f} of the bare loop's on one device and {eight:.3f} on eight" in text
+    assert f"| `jm.MemoryMonitor` | {one:.3f} | {eight:.3f} |" in text
     beside = [content["by_devices"][count].get("stormlog tracker") for count in ("1", "8")]
     told = [f"{each['whole_step_mean_ratio']:.3f}" for each in beside if each]
-    assert (f"stormlog's tracker to {' and '.join(told)}" if told else "stormlog was not in this run") in text
+    assert (f"| stormlog's tracker | {' | '.join(told)} |" if told else "stormlog was not in this run") in text
 
 
 def test_a_kept_loss_divides_the_pool_as_told():

@@ -31,6 +31,7 @@ from jaxmem_callbacks.writers.figures import TAG as OVER_TIME
 from jaxmem_callbacks.writers.plan_figure import TAG as FRONTIER
 from jaxmem_callbacks.writers.plan_page import CANDIDATES_TAG, SOURCES_TAG
 from jaxmem_callbacks.writers.protocol import EVENTS_TAG
+from tests import forked
 from tests.processes import EMITTED_QUICKLY
 from tests.target_step import needs_compiler
 
@@ -120,7 +121,8 @@ def on_this_machine(block: str) -> str:
 
 
 def with_python() -> list[Path]:
-    return [path for path in DOCUMENTS if blocks(path.read_text(), "python")]
+    """All but the quickstart, whose scripts are run as files, with its commands, by tests/test_quickstart.py."""
+    return [path for path in DOCUMENTS if path.name != "quickstart.md" and blocks(path.read_text(), "python")]
 
 
 @pytest.mark.core
@@ -131,7 +133,7 @@ def test_the_python_of_a_document_runs(path: Path, tmp_path: Path, monkeypatch: 
         code = "\n".join(blocks(path.read_text(), "python"))
         kept = {name: text for name, text in os.environ.items() if not name.startswith("XLA_")}
         variables = kept | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-        done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
+        done = forked.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         return
     run(path, on_this_machine)
@@ -190,7 +192,7 @@ def test_the_pytest_lines_of_a_gate_hold(tmp_path: Path) -> None:
     def pytest_of(words: list[str]) -> subprocess.CompletedProcess[str]:
         variables = os.environ | EMITTED_QUICKLY | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, "-m", *words, *plugin]
-        return subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+        return forked.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
 
     file.write_text("\n".join([WORLD, *tests]))
     assert pytest_of(writes).returncode == 0
@@ -226,9 +228,7 @@ def test_the_leak_of_the_page_is_told_as_it_says(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "tasks" / "find_a_leak.md").read_text()
     variables = os.environ | EMITTED_QUICKLY | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", LEAK, WORLD, blocks(text, "python")[0]]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False, timeout=200
-    )
+    done = forked.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     (shown,) = blocks(text, "text")
     figures = re.compile(r"[\d.]+ [KM]?i?B more|\d+ more|step \d+|\d+ now")  # of this run and of the page's
@@ -293,7 +293,6 @@ def test_blocks_are_found_and_can_fail() -> None:
         "plan_search.md",
         "prefetch.md",
         "presets.md",
-        "quickstart.md",
         "recovery.md",
         "remat.md",
         "sharding.md",

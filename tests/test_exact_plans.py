@@ -33,10 +33,10 @@ SAME_WORK = 0.01
 Spec = list[tuple[str, int]]
 
 
-def random_chain(rng: random.Random) -> Spec:
+def random_chain(rng: random.Random, steps: int = STEPS) -> Spec:
     """Products of many widths, activations and sums with earlier values, as (kind, width or earlier value)."""
     spec, widths = [], []
-    for step in range(STEPS - 1):
+    for step in range(steps - 1):
         alike = [earlier for earlier in range(step - 1) if widths[earlier] == widths[-1]]
         kind = rng.choice(["dot", "dot", "dot", "tanh", "add"]) if step else "dot"
         if kind == "add" and alike:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions
+from tests import forked
 from tests.processes import EMITTED_QUICKLY
 from tests.target_step import needs_compiler
 
@@ -66,7 +66,7 @@ print(json.dumps({"printed": printed, "compared": [len(without), worst]}))
 
 def run_python(*arguments: str, **variables: str) -> str:
     """Run this interpreter as a user would; what it printed."""
-    answer = subprocess.run(
+    answer = forked.run(
         [sys.executable, *arguments], capture_output=True, text=True, env=ON_CPU | variables, check=False
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
@@ -163,7 +163,7 @@ def test_the_notebook_plans_trains_sees_an_event_and_reads_the_report(tmp_path: 
         f"world = {{}}\nfor n, cell in enumerate({cells!r}):\n    exec(compile(cell, f'cell {{n}}', 'exec'), world)\n"
     )
     command = [sys.executable, "-W", "error", str(script)]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=ON_CPU, check=False)
+    done = forked.run(command, cwd=tmp_path, capture_output=True, text=True, env=ON_CPU, check=False)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^  ->  none .*no budget", done.stdout, re.MULTILINE)
     assert "StepPolicy(remat='full'" in done.stdout, "the budget is less than the plain step needs"
@@ -184,7 +184,7 @@ def test_a_failure_is_explained(tmp_path: Path):
         "--plan-seconds",
         "0",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, env=ON_CPU, check=False)
+    done = forked.run(command, capture_output=True, text=True, env=ON_CPU, check=False)
     assert done.returncode == 1
     assert re.search(r"^256 rows: loss [\d.]+$", done.stdout)
     (folder,) = (tmp_path / "oom").iterdir()
@@ -194,9 +194,7 @@ def test_a_failure_is_explained(tmp_path: Path):
 
 def test_an_example_that_runs_out_of_memory_finishes_with_recovery():
     script = str(EXAMPLES / "recover.py")
-    without = subprocess.run(
-        [sys.executable, script, "--without"], capture_output=True, text=True, env=ON_CPU, check=False
-    )
+    without = forked.run([sys.executable, script, "--without"], capture_output=True, text=True, env=ON_CPU, check=False)
     assert without.returncode == 1
     assert "RESOURCE_EXHAUSTED: Out of memory" in without.stderr
     before = without.stdout.splitlines()
@@ -255,7 +253,7 @@ def test_a_pod_without_its_compiler_says_what_to_install(tmp_path: Path):
     target, words = ("v5pp:4x4", "Did you mean `v5p`?") if beside else ("v5p:4x4x4", "pip install")
     command = [sys.executable, str(EXAMPLES / "plan_a_pod.py"), "--target", target]
     variables = ON_CPU | {"JAXMEM_TARGET_PATH": str(tmp_path)}
-    answer = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    answer = forked.run(command, capture_output=True, text=True, env=variables, check=False)
     assert (answer.returncode, answer.stdout) == (1, "")
     assert words in answer.stderr
     assert "Traceback" not in answer.stderr

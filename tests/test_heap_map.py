@@ -7,6 +7,8 @@ import io
 import itertools
 import time
 import weakref
+from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +26,12 @@ from jaxmem_callbacks._compat.arrays import parts_of
 from jaxmem_callbacks.analysis.heap_map import BREAK, HOLE, cells_of, layout_of
 from jaxmem_callbacks.analysis.run_summary import HEAP_MAP
 from jaxmem_callbacks.probes.live_arrays import HeapProbe, LiveArraysProbe
+from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.arrays import HeapMap, LiveBuffer
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.runs import Reading, Unavailable
 from jaxmem_callbacks.writers.figures import draw_heap
+from jaxmem_callbacks.writers.page_model import run_model
 from jaxmem_callbacks.writers.protocol import LoggedTable, Picture
 from tests.processes import until
 
@@ -232,6 +236,76 @@ def test_the_monitor_takes_maps_in_the_hook_when_one_is_due_and_at_the_end():
     steps = [picture.step for picture in heaps(double)]
     assert (steps[0], steps[-1]) == (1, 2)
     del kept
+
+
+def test_a_map_is_taken_when_more_is_held_than_ever_before():
+    """Without waiting for the next map by the clock, which here never comes; and it is in the file, and no picture."""
+
+    def maps() -> int:
+        return len(double.of(HeapMap))
+
+    def is_mapped_again(before: int) -> bool:
+        monitor(next(steps))
+        return maps() > before
+
+    double = jm.CollectingWriter()
+    settings = MonitorSettings(window_s=0.01, scan_s=0.01, heap_map_s=3600.0, limit_bytes=2**50, on_error="raise")
+    with jm.MemoryMonitor(settings, writer=double) as monitor:
+        steps, held = itertools.count(), []
+        for size in (64, 4096):
+            held.append(jax.block_until_ready(jnp.ones((size, size))))
+            until(partial(is_mapped_again, maps()))
+        taken = maps()
+        for _ in range(30):
+            monitor(next(steps))
+            time.sleep(0.01)
+        assert maps() == taken, "and not again while no more is held"
+        assert heaps(double) == []
+    del held
+
+
+def test_a_map_is_taken_after_an_event_of_too_little_memory():
+    """What comes before it is too little more for a map by itself."""
+    double = jm.CollectingWriter()
+    held = [jax.block_until_ready(jnp.ones((4096, 4096)))]
+    total = sum(each.nbytes for each in jax.live_arrays())  # those of other tests too
+    limit = round(total / 0.93)
+    settings = MonitorSettings(window_s=0.01, scan_s=0.01, heap_map_s=3600.0, limit_bytes=limit, on_error="raise")
+    with jm.MemoryMonitor(settings, writer=double) as monitor:
+        steps = itertools.count()
+
+        def is_mapped_from(first: int) -> bool:
+            monitor(next(steps))
+            return any(heap.step >= first for heap in double.of(HeapMap))
+
+        until(partial(is_mapped_from, 0))
+        assert not monitor.events
+        held.append(jax.block_until_ready(jnp.ones(total * 3 // 100, jnp.uint8)))
+        until(partial(is_mapped_from, next(steps)))
+        assert [event.kind for event in monitor.events] == ["near_oom"]
+    del held
+
+
+def until_memory_ends(folder: Path) -> None:
+    with jm.MemoryMonitor(MonitorSettings(heap_map_s=3600.0), logdir=folder) as monitor:
+        monitor(7)
+        late = jax.block_until_ready(jnp.ones((64, 69)))
+        jax.block_until_ready(jnp.ones((2**46,)))
+        del late
+
+
+def test_a_failure_has_a_map_of_what_was_held(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+        until_memory_ends(tmp_path / "run")
+    (story,) = stories_of(tmp_path / "run")
+    assert "float32[64,69]" in {buffer.label for buffer in story.timeline.heaps[-1].buffers}
+    (event,) = story.events
+    assert (event.kind, event.step) == ("out_of_memory", 7)
+    glance = run_model(story, name="", sentence="", details=())["glance"]
+    assert (glance["level"], glance["verdict"]) == ("bad", "It does not fit: memory ran out at step 7.")
+    assert glance["first"]["action"] == event.action
+    assert event.message.endswith(f"The report is in {next((tmp_path / 'run-oom').iterdir())}.")
 
 
 def test_without_a_logger_for_pictures_nothing_is_drawn():

@@ -92,6 +92,19 @@ def test_what_a_command_installs_itself_has_an_environment_of_its_own(monkeypatc
     assert (folder.name, parts, command) == (f".venv-{minor}-apart", ["project", "test"], ["true"])
 
 
+def test_the_newest_of_everything_has_no_upper_bound(monkeypatch):
+    ran = []
+    monkeypatch.setattr(environments, "interpreters", lambda: {"3.12": sys.executable})
+    monkeypatch.setattr(environments, "environment", lambda *_: Path(sys.executable))
+    monkeypatch.setattr(environments, "run_quietly", ran.append)
+    monkeypatch.setattr(environments, "call", lambda folder, command: ran.append([folder.name, *command]) or 7)
+    assert environments.main(["newest", "project,test", "pytest"]) == 7
+    installed, called = ran
+    assert {"--upgrade", "--pre", "jax>=0.10.2", "jaxlib>=0.10.2", "pytest>=8.3"} <= set(installed)
+    assert not any("<" in each for each in installed)
+    assert called == [".venv-3.12-newest", "pytest"]
+
+
 def test_a_fresh_stamp_installs_nothing_and_a_failed_install_leaves_none(tmp_path, capsys):
     stamp = tmp_path / ".installed-test"
     wanted = environments.hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
@@ -195,10 +208,18 @@ def test_the_gpu_check_answers_every_question_on_cpu(tmp_path):
     assert answers["out_of_memory"]["outputs"]["run_error"]["text"].startswith("RESOURCE_EXHAUSTED: Out of memory")
     assert answers["prediction_plain"]["peak_over_need"] is None
     # A worker process compiles the same for the CPU; nothing was measured, and nothing claims to be.
-    plain, kept = report["predictions"]
+    rows = {row["question"]: row for row in report["predictions"]}
+    assert rows.keys() == {"plan_none", "plan_keep", *gpu_check.LEVERS}
+    plain = rows["plan_none"]
     assert plain["nearest_target"] == "cpu"
-    assert plain["attached_bytes"] == plain["without_the_device_bytes"] > kept["attached_bytes"]
-    for row in (plain, kept):
+    assert plain["attached_bytes"] == plain["without_the_device_bytes"] > rows["plan_keep"]["attached_bytes"]
+    levers = {name: rows[name]["policy"] for name in gpu_check.LEVERS}
+    assert levers["plan_chunks"] == {"chunks": 16}
+    assert levers["plan_option"]["compiler_options"]["xla_cpu_scheduler_type"] == "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+    assert levers["plan_state"] == {"state_offload": "optimizer"}
+    for row in rows.values():
+        assert row["attached_bytes"] > 0
+        assert answers[row["question"]]["seen"]["loss_is_finite"]
         assert row["measured_peak_unknown"] == "the allocator reports no peak"
         unknown = ("measured_peak_bytes", "attached_difference", "without_the_device_difference")
         assert [row[name] for name in (*unknown, "measured_recompute_share", "modelled_recompute_share")] == [None] * 5
@@ -225,7 +246,7 @@ def gpu_answer(step_bytes, peak, step_s, *, modelled=None, before=0):
     return {
         "policy": {"remat": "full", "keep": 0.5},
         "nearest_target": "h100_sxm",
-        "foretold": {
+        "predicted": {
             "attached": {"step_bytes": step_bytes, "modelled_s": None},
             "without_the_device": {"step_bytes": round(0.9 * step_bytes), "modelled_s": modelled},
         },
@@ -233,13 +254,13 @@ def gpu_answer(step_bytes, peak, step_s, *, modelled=None, before=0):
     }
 
 
-def test_what_was_foretold_is_compared_with_what_a_gpu_saw():
+def test_what_was_predicted_is_compared_with_what_a_gpu_saw():
     entries = {
         "plan_none": gpu_answer(1000, 1010, 0.1, modelled=0.08),
         "plan_full": gpu_answer(500, 500, 0.13, modelled=0.1),
         "plan_keep": gpu_answer(600, 700, 0.11, modelled=0.09, before=700),
     }
-    entries["plan_full"]["foretold"]["without_the_device"] = {"error": "TargetError: no compiler\nnext line"}
+    entries["plan_full"]["predicted"]["without_the_device"] = {"error": "TargetError: no compiler\nnext line"}
     none, full, keep = gpu_predictions.predictions([{"question": name, "answer": a} for name, a in entries.items()])
     assert (none["attached_difference"], none["without_the_device_difference"]) == (-0.0099, -0.10891)
     assert (full["attached_difference"], full["without_the_device_difference"]) == (0.0, None)
@@ -257,7 +278,7 @@ def test_what_was_foretold_is_compared_with_what_a_gpu_saw():
     assert gpu_predictions.predictions([{"question": "plan_none", "answer": None}]) == []
     # A device of a kind that has no target, and known peaks.
     for name, modelled in (("plan_none", 0.04), ("plan_full", 0.06)):
-        entries[name]["foretold"] = {"attached": {"step_bytes": 1, "modelled_s": modelled}}
+        entries[name]["predicted"] = {"attached": {"step_bytes": 1, "modelled_s": modelled}}
     _, here, _ = gpu_predictions.predictions([{"question": name, "answer": a} for name, a in entries.items()])
     assert (here["modelled_for"], here["modelled_recompute_share"]) == ("attached", 0.5)
 

@@ -128,7 +128,8 @@ def ends_of(capfd):
 
 
 @pytest.mark.core
-def test_a_run_ends_with_what_its_arrays_held(capfd, tmp_path):
+def test_a_run_ends_with_what_its_arrays_held(capfd, tmp_path, monkeypatch):
+    plain_logging(monkeypatch)
     held = jax.numpy.zeros(1024)
     with jm.MemoryMonitor(logdir=tmp_path / "a") as monitor:
         monitor(0)
@@ -140,7 +141,8 @@ def test_a_run_ends_with_what_its_arrays_held(capfd, tmp_path):
     del held
 
 
-def test_a_run_without_a_folder_names_the_argument(capfd):
+def test_a_run_without_a_folder_names_the_argument(capfd, monkeypatch):
+    plain_logging(monkeypatch)
     with jm.MemoryMonitor() as monitor:
         monitor(0)
         monitor.flush()

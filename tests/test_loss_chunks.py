@@ -377,6 +377,21 @@ def test_too_few_positions_are_refused_with_the_most() -> None:
         both(log_softmax, p, t, jm.StepPolicy(chunks=100))
 
 
+def test_a_later_stretch_of_a_scope_with_fewer_positions_is_refused() -> None:
+    """The number holds for each stretch of a scope: both of these do with 16, and only the first with 32."""
+
+    def loss(p: Any, t: Any) -> Any:
+        total = jnp.float32(0)
+        for rows in (32, 16):
+            with jax.named_scope("wide"):
+                total += jnp.sum(jax.nn.softmax(t[:rows] @ p) ** 2)
+        return total
+
+    p, t = jnp.ones((16, 256)), jnp.ones((32, 16))
+    with pytest.raises(PolicyError, match=r"has 16 positions. Expected at most .*: type chunks=\{'wide': 16\}\."):
+        both(loss, p, t, jm.StepPolicy(chunks={"wide": 32}))
+
+
 def test_a_part_that_is_not_there_is_refused() -> None:
     p, t = parameters(), tokens(1, 9)
     with pytest.raises(PolicyError, match=r"chunks=\{'mpl': 2\}: what this loss computes in 'mpl' is no map"):

@@ -109,6 +109,9 @@ MAPS = {
     "scan beside": (lambda x: jnp.cumsum(x, 1) + jnp.sort(x, 1) + jax.lax.cummax(x, 2), (FIRST,), (X,)),
     "top": (lambda x: jax.lax.top_k(x, 2), (FIRST,), (X,)),
     "joined beside": (lambda x, y: jnp.pad(jnp.concatenate([x, y], 1), ((0, 0), (1, 2), (0, 0))), (FIRST,) * 2, (X, Y)),
+    "stacked": (lambda x, y: (jnp.stack([x, y], 1), jnp.stack([x, y], -1)), (FIRST,) * 2, (X, Y)),
+    "unstacked": (lambda x: jnp.unstack(x, axis=1), (FIRST,), (X,)),
+    "unstacked before": (lambda x: jnp.unstack(x, axis=0), (Place(1),), (X,)),
     "split": (lambda x: jnp.split(x, 2, 1), (FIRST,), (X,)),
     "own rule": (lambda x: jax.nn.relu(x) + jax.nn.softplus(x) + jax.nn.silu(x), (FIRST,), (X,)),
     "own rule with a table": (lambda x: by_table(x), (FIRST,), (X,)),  # noqa: PLW0108 - defined below

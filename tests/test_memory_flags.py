@@ -17,6 +17,7 @@ from jaxmem_callbacks.programs.reading.buffer_assignment import assigned_bytes
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.compilers import options_without_device, target_folders
 from jaxmem_callbacks.programs.targets.worker import worker_environment
+from tests import forked
 from tests.target_step import ARGS, needs_compiler, train_step
 
 CPU_FLAGS = {
@@ -101,7 +102,7 @@ def test_a_gpu_that_is_not_there_is_given_the_sum_under_every_flag(monkeypatch):
     root = str(pathlib.Path(__file__).parent.parent)
     facts = [target.platform, target.topology, target.target_config]
     given = [json.dumps(x) for x in (target_folders(), root, facts, each, options_without_device(target.platform))]
-    answer = subprocess.run(
+    answer = forked.run(
         [sys.executable, "-c", DIRECT, *given],
         env=worker_environment("") | {"JAX_ENABLE_X64": "0"},
         capture_output=True,

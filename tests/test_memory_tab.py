@@ -6,23 +6,27 @@
 from __future__ import annotations
 
 import json
-import re
+import os
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.browser import Browser, contrasts, keep_picture, require
+from jaxmem_callbacks.cli.main import main
+from jaxmem_callbacks.readers.runs import stories_of
+from jaxmem_callbacks.writers.perfetto import trace_of_steps
+from tests.browser import Browser, click_through, contrasts, keep_picture, require
+from tests.processes import EMITTED_QUICKLY
 from tests.rich_runs import write_rich_run
 from tests.sample_runs import HOSTILE, hostile_plan, write_run
+from tests.tensorboards import in_tab, opened, ours, pick, shown, tensorboard, used
 
 pytestmark = pytest.mark.browser
+ROOT = Path(__file__).parents[1]
 WINDOWS, EVENTS = 50_000, 5_000
 INTERACTIVE_S = 2.0
 MOST_SENT = 5e6
@@ -47,10 +51,25 @@ def write_long_run(folder: Path) -> None:
     (folder / "memory.jsonl").write_text("".join(f"{json.dumps(usual | line)}\n" for line in lines))
 
 
+def write_real_runs(folder: Path) -> None:
+    """A training over eight devices with a plan, and one that ends for want of memory."""
+    flags = f"--xla_force_host_platform_device_count=8 {EMITTED_QUICKLY['XLA_FLAGS']}"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.real_runs", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "RESOURCE_EXHAUSTED: Out of memory allocating" in done.stderr.splitlines()[-1], done.stderr
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     require()
     folder = tmp_path_factory.mktemp("log")
+    write_real_runs(folder)
     write_long_run(folder / "long")
     write_run(folder / "hostile", text=HOSTILE, run=HOSTILE, kind=HOSTILE, plan=hostile_plan())
     write_rich_run(folder / "smaller", run="smaller", scale=0.8, events=False)
@@ -61,21 +80,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "linked").mkdir()
     (folder / "linked" / "memory.jsonl").symlink_to(outside / "secret" / "memory.jsonl")
     return folder
-
-
-@contextmanager
-def tensorboard(log: Path, *arguments: str) -> Iterator[str]:
-    """The address of a TensorBoard of its own."""
-    command = [sys.executable, "-m", "tensorboard.main", *arguments, "--host", "localhost", "--port", "0"]
-    with log.open("w") as file, subprocess.Popen(command, stdout=file, stderr=file) as server:
-        try:
-            deadline = time.monotonic() + 60
-            while not (found := re.search(r"http://localhost:\d+", log.read_text())) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            assert found, log.read_text()
-            yield found[0]
-        finally:
-            server.terminate()
 
 
 @pytest.fixture(scope="module")
@@ -89,53 +93,11 @@ def asked(address: str, path: str) -> Any:
         return json.loads(answer.read())
 
 
-# The tab is a frame in TensorBoard's page.
-_FRAME = """
-const walk = node => {
-  if (node.nodeName === 'IFRAME') return node;
-  for (const child of [...node.childNodes, ...(node.shadowRoot ? [node.shadowRoot] : [])]) {
-    const found = walk(child);
-    if (found) return found;
-  }
-  return null;
-};
-const frame = walk(document.body), page = frame && frame.contentDocument;
-"""
-
-
-def in_tab(browser: Browser, script: str, *arguments: Any) -> Any:
-    """What a script gives that has the tab's document as ``page``; None before there is one."""
-    return browser.run(f"{_FRAME} if (!page || !page.body) return null; {script}", *arguments)
-
-
-def shown(browser: Browser) -> str:
-    return in_tab(browser, "return page.body.innerText") or ""
-
-
-def opened(browser: Browser, address: str, words: str = "At a glance") -> str:
-    browser.open("about:blank")
-    browser.errors()  # those of another TensorBoard, which is gone, are not looked at
-    browser.open(f"{address}/#jaxmem")
-    assert browser.wait_for(lambda: words in shown(browser)), shown(browser)
-    return shown(browser)
-
-
-def pick(browser: Browser, run: str) -> None:
-    in_tab(
-        browser, "[...page.querySelectorAll('.run button')].find(one => one.textContent === arguments[0]).click()", run
-    )
-
-
-def ours(errors: list[str]) -> list[str]:
-    """Without what TensorBoard's own page has to say of itself."""
-    return [each for each in errors if "Three.js" not in each and "WebGL" not in each]
-
-
 def test_the_newest_run_is_shown_with_every_view(browser: Browser, address: str):
     browser.see_as()
     text = opened(browser, address)
     browser.wait_for(lambda: in_tab(browser, "return page.querySelectorAll('svg').length >= 3"))
-    assert text.startswith("Memory\n1 of 4 runs")
+    assert text.startswith("Memory\n1 of 6 runs")
     for view in ("Over time", "What makes the peak", "The plan", "The heap", "Events, and what to do", "Details"):
         assert view in text
     assert "train_step" in text
@@ -178,8 +140,104 @@ def test_a_run_whose_names_are_html_is_text(browser: Browser, address: str):
     assert ours(browser.errors()) == []
 
 
+USUAL = ("At a glance", "Over time", "What makes the peak")
+LAST = ("Events, and what to do", "Details")
+FAILURE = ("At a glance", "What happened, and what to do", "Over time", "What makes the peak", *LAST)
+VIEWS = {
+    "rich": (*USUAL, "The plan", "The heap", *LAST),
+    "smaller": (*USUAL, "The plan", "The heap", *LAST),
+    "hostile": (*USUAL, "The plan", *LAST),
+    "long": (*USUAL, *LAST),  # of programs it says that none reported what it needs
+    "eight": (*USUAL, "Within a step", "The plan", "The heap", *LAST),
+    "failed": (*USUAL, "Within a step", "The heap", *LAST),
+}
+
+
+def use(browser: Browser, run: str, views: tuple[str, ...]) -> None:
+    """Show a run and use all of its page."""
+    pick(browser, run)
+    drawn = "return [...page.querySelectorAll('h2')].map(one => one.textContent)"
+    assert browser.wait_for(lambda: tuple(in_tab(browser, drawn)) == views), in_tab(browser, drawn)
+    assert browser.wait_for(lambda: in_tab(browser, "return page.querySelector('#time svg') !== null"))
+    found = used(browser)
+    assert found["views"] == len(views)
+    assert found["figures"] >= 1
+    assert bool(found["cells"]) == (views != VIEWS["long"])
+    assert bool(found["blocks"]) == ("Within a step" in views)
+    assert bool(found["points"]) == ("The plan" in views)
+    assert bool(found["heaps"]) == ("The heap" in views)
+    assert ours(browser.errors()) == []
+
+
+@pytest.mark.parametrize("run", VIEWS)
+def test_every_view_of_a_run_is_used(browser: Browser, address: str, run: str):
+    opened(browser, address)
+    use(browser, run, VIEWS[run])
+    keep_picture(browser, f"tab_{run}")
+
+
+def test_a_program_above_the_limit_leaves_no_headroom(browser: Browser, address: str):
+    """This CPU reports live arrays, and no temporaries."""
+    opened(browser, address)
+    pick(browser, "failed")
+    tiles = "return [...page.querySelectorAll('.tile')].map(one => one.innerText).join('\\n')"
+    said = browser.wait_for(lambda: in_tab(browser, tiles))
+    assert "headroom\nnone\n" in said, said
+    assert "above the limit of 48.0 MiB, while train_step runs" in said
+    assert ours(browser.errors()) == []
+
+
+def test_a_step_is_saved_for_perfetto(browser: Browser, address: str, runs: Path):
+    """The file that the button saves holds what `jaxmem report --perfetto` writes, but for kinds of buffers and short names."""
+    opened(browser, address)
+    pick(browser, "eight")
+    saves = "return [...page.querySelectorAll('#step button')].find(one => one.textContent === 'Save for Perfetto')"
+    assert browser.wait_for(lambda: in_tab(browser, f"{saves} !== undefined"))
+    in_tab(
+        browser,
+        "const its = page.defaultView.URL, make = its.createObjectURL.bind(its);"
+        "its.createObjectURL = blob => { blob.text().then(text => { frame.saved = text; }); return make(blob); };"
+        f"{saves.removeprefix('return')}.click()",
+    )
+    saved = json.loads(browser.wait_for(lambda: in_tab(browser, "return frame.saved")))
+    (story,) = stories_of(runs / "eight")
+    name, program = max(
+        ((name, each) for name, each in story.programs.items() if each.schedule is not None),
+        key=lambda pair: pair[1].memory.step_bytes,
+    )
+    written = trace_of_steps({name: program.schedule})
+    for event in (*saved["traceEvents"], *written["traceEvents"]):
+        if event["ph"] == "X":
+            event["name"] = ""
+            event["args"].pop("kind", None)
+    assert saved == written
+    assert sum(event["ph"] == "X" for event in saved["traceEvents"]) > 5
+    assert ours(browser.errors()) == []
+
+
+def test_both_reports_are_used_from_a_file(browser: Browser, runs: Path):
+    (failure,) = (runs / "failed-oom").glob("*/report.html")
+    assert main(["report", str(runs / "eight"), "-o", str(runs.parent / "eight.html")]) == 0
+    for page, views in ((runs.parent / "eight.html", VIEWS["eight"]), (failure, FAILURE)):
+        browser.open(page.as_uri())
+        drawn = "return [...document.querySelectorAll('h2')].map(one => one.textContent)"
+        assert browser.wait_for(lambda drawn=drawn: browser.run(drawn) != [], seconds=10)
+        assert tuple(browser.run(drawn)) == views
+        assert browser.wait_for(lambda: browser.run("return document.querySelector('#time svg') !== null"))
+        assert click_through(browser)["figures"] >= 1
+        assert "live arrays" in browser.run("return document.querySelector('#time').innerText")
+        assert browser.errors() == []
+
+
 def test_links_are_not_followed_and_nothing_outside_is_read(address: str):
-    assert [folder["name"] for folder in asked(address, "runs")["folders"]] == ["rich", "smaller", "hostile", "long"]
+    assert [folder["name"] for folder in asked(address, "runs")["folders"]] == [
+        "rich",
+        "smaller",
+        "hostile",
+        "long",
+        "failed",
+        "eight",
+    ]
     for place in ("link", "linked", "../outside", "/etc", ".."):
         with pytest.raises(urllib.error.HTTPError, match="404"):
             asked(address, f"run?folder={place}")
@@ -210,12 +268,15 @@ def test_a_very_long_run_is_there_in_two_seconds_and_a_few_megabytes(browser: Br
 
 
 def test_without_the_data_server_and_by_a_list_of_folders(browser: Browser, runs: Path):
-    folders = f"one:{runs / 'rich'},two:{runs / 'smaller'},gs://bucket/three"
+    known = ("rich", "smaller", "eight", "failed", "hostile")
+    folders = ",".join([*(f"{number}:{runs / name}" for number, name in enumerate(known)), "gs://bucket/three"])
     arguments = ("--logdir_spec", folders, "--load_fast", "false")
     with tensorboard(runs.parent / "slow.log", *arguments) as address:
         text = opened(browser, address)
-        assert [folder["name"] for folder in asked(address, "runs")["folders"]] == ["one", "two"]
+        assert {folder["name"] for folder in asked(address, "runs")["folders"]} == set("01234")
         assert "gs://bucket/three is no local folder, and the Memory tab reads local folders only." in text
+        for number, name in enumerate(known):
+            use(browser, str(number), VIEWS[name])
         assert ours(browser.errors()) == []
 
 

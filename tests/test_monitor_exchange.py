@@ -108,8 +108,8 @@ def test_every_figure_has_its_tag_meaning_and_chart():
     assert figure_of("memory/processes/nothing_gib") is None
     charts = layout_of(tags)["All processes: min, mean, max"]
     assert charts["In use [GiB], from allocator"] == (
-        "Margin",
-        [f"memory/processes/in_use_gib{end}" for end in ("", "/min", "/max")],
+        "Multiline",
+        [f"^memory/processes/in_use_gib{end}$" for end in ("", "/min", "/max")],
     )
 
 

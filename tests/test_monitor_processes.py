@@ -21,6 +21,8 @@ from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.readers.runs import process_name, stories_of
 from jaxmem_callbacks.records.runs import EventKind
 from jaxmem_callbacks.writers.events import event_title
+from jaxmem_callbacks.writers.page_model import run_model
+from jaxmem_callbacks.writers.report import happened
 from tests.processes import until
 
 ROOT = Path(__file__).parents[1]
@@ -163,6 +165,45 @@ def told_on_tensorboard(folder: Path) -> dict[str, list[str]]:
     texts = {name: found.Tensors(name, "memory/events/text_summary") for name in others}
     shown = {name: [each.tensor_proto.string_val[0].decode() for each in told] for name, told in texts.items()}
     return {name: [titles[each.split("**")[1]] for each in told] for name, told in shown.items()}
+
+
+FAILING = """
+from dataclasses import replace
+from tests.recovering import limit_address_space
+rank = int(sys.argv[2])
+jax.distributed.initialize(sys.argv[3], num_processes=2, process_id=rank)
+x = jnp.zeros(8)
+with jm.MemoryMonitor(settings, logdir=sys.argv[1]) as monitor:
+    for i in range(100000):
+        x, metrics = step(x)
+        monitor(i, metrics)
+        time.sleep(0.002)
+        if i == 100 and rank:
+            limit_address_space(2**28)
+            jnp.zeros(2**30).block_until_ready()
+"""
+
+
+@pytest.mark.core
+def test_a_failure_of_one_process_is_an_event_of_its_run_that_the_first_ones_page_shows(tmp_path: Path):
+    folder, where = tmp_path / "run", address()
+    processes = [start(FAILING, str(folder), str(rank), where) for rank in range(2)]
+    until(lambda: '"out_of_memory"' in "".join(p.read_text() for p in folder.glob(process_name(1))), seconds=120)
+    for process in processes:
+        process.kill()
+        finished(process)
+    (story,) = stories_of(folder)
+    (told,) = story.elsewhere.events
+    (report,) = (tmp_path / "run-oom").glob("oom-*-process1-*")
+    assert (told.where, told.event.kind) == ("process 1", "out_of_memory")
+    assert told.event.message.endswith(f"The report is in {report}.")
+    assert "asked for 4.0 GiB" in told.event.message
+    assert "(not compiled)" in told.event.action
+    assert run_model(story, name="", sentence="", details=())["glance"]["verdict"] == (
+        f"It does not fit: memory ran out at step {told.event.step} on process 1."
+    )
+    assert "other processes reported out of memory at step " in happened(story)
+    assert told_on_tensorboard(folder) == {"process-1": ["out_of_memory"]}
 
 
 FIRST_KILLED = """

@@ -224,8 +224,9 @@ def test_as_much_is_moved_as_comes_back_sooner_than_it_is_computed_again(step: A
         "the contexts, hardly more"
     )
     # An H100 computes a product of 64 columns again long before it is back; and of a tpu7x nobody says how long it takes.
-    # And where another loss would keep nothing of it, the policy is refused; no larger share is worth its way.
-    for target, other in (("h100_sxm", train_step), ("tpu7x", attending), ("t4", attending_once)):
+    # And where another loss keeps nothing of it, that one moves nothing.
+    for target, other, shares in (("h100_sxm", train_step, 0), ("tpu7x", attending, 0), ("t4", attending_once, 1)):
         compiler, tried = tried_on(other, target, *shapes)
-        assert {each.keep for each in tried} == {0.0, 1.0}
+        assert {0.0, 1.0} <= {each.keep for each in tried}
+        assert len({each.keep for each in tried}) == 2 + shares
         assert all(compiler.facts(each).flops for each in tried), "none of them is refused"

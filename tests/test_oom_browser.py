@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxmem_callbacks.records.page import page_html
 from jaxmem_callbacks.writers.oom_report import oom_model
-from jaxmem_callbacks.writers.page import page_html
 from tests.browser import Browser, contrasts, cut_off_when_narrow, keep_picture
 from tests.oom_reports import hostile_report
 

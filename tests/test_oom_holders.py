@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -20,6 +19,7 @@ from jaxmem_callbacks.recovery.reporting import on_the_cards
 from jaxmem_callbacks.recovery.reports.live_buffers import FAILED, find_live_buffers
 from jaxmem_callbacks.recovery.reports.remedies import Forecasts, remedies
 from jaxmem_callbacks.writers.oom_report import oom_markdown
+from tests import forked
 from tests.oom_reports import hostile_report
 from tests.test_probes_driver import GPUS, Nvml
 
@@ -34,7 +34,7 @@ SCRIPT = Path(__file__).with_name("failed_results.py")
 @pytest.fixture(scope="module")
 def told():
     """What a process said that ran out of memory in three ways, each seen only when a result was waited for."""
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False, timeout=200)
+    done = forked.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

@@ -19,6 +19,7 @@ from jaxmem_callbacks.programs.targets.target import attached_target
 from jaxmem_callbacks.records.arrays import HeapMap, LiveBuffer
 from jaxmem_callbacks.records.errors import TargetError
 from jaxmem_callbacks.records.oom import Holder, Hole, MemoryLimit, OomFacts
+from jaxmem_callbacks.records.page import page_html
 from jaxmem_callbacks.records.runs import Unavailable
 from jaxmem_callbacks.records.secrets import scrubbed, secret_values, without_secrets
 from jaxmem_callbacks.recovery.failure import FailingProgram, OomFailure, host_limits
@@ -26,7 +27,6 @@ from jaxmem_callbacks.recovery.reporting import holes_now, largest_holes, new_fo
 from jaxmem_callbacks.recovery.reports.live_buffers import VARIABLE
 from jaxmem_callbacks.recovery.reports.remedies import Forecast, Forecasts, forecast, remedies
 from jaxmem_callbacks.writers.oom_report import oom_markdown, oom_model
-from jaxmem_callbacks.writers.page import page_html
 from tests import sample_plans
 from tests.oom_reports import HOSTILE, hostile_report
 

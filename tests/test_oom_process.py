@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.programs.targets.compilers import target_folders
 from jaxmem_callbacks.programs.targets.worker import worker_environment
 from jaxmem_callbacks.records.errors import CompileError
+from tests import forked
 from tests.processes import EMITTED_QUICKLY, UNOPTIMISED
 from tests.target_step import needs_compiler
 
@@ -49,7 +49,7 @@ def run(around, outdir, what, *more, seconds=0, **variables):
     kept = {name: text for name, text in os.environ.items() if not name.startswith(("XLA_", "JAX_"))}
     environment = kept | UNOPTIMISED | EMITTED_QUICKLY | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | variables
     command = [sys.executable, str(SCRIPT), around, str(outdir), str(seconds), what, *more]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=outdir.parent)
+    return forked.run(command, env=environment, capture_output=True, text=True, check=False, cwd=outdir.parent)
 
 
 def only_folder(outdir):
@@ -207,7 +207,7 @@ def test_a_compile_that_does_not_fit_into_a_tpu(tmp_path):
     needs_compiler("v5e:1x1")
     variables = worker_environment("v5litepod-4")
     command = [sys.executable, "-c", ON_A_TPU, json.dumps(target_folders()), str(tmp_path / "reports")]
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
+    done = forked.run(command, env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "RESOURCE_EXHAUSTED" in done.stderr
     told = facts(only_folder(tmp_path / "reports"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
+from tests import forked
 from tests.target_step import GIB, needs_compiler, shape
 
 pytestmark = pytest.mark.core
@@ -44,7 +44,7 @@ with_jax()
 
 def test_a_cpu_under_a_limit_and_the_log_of_its_end(tmp_path, capsys):
     variables = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", LIMITED], env=variables, capture_output=True, text=True, check=False)
+    done = forked.run([sys.executable, "-c", LIMITED], env=variables, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["jax"][1] == ["run", "cpu", WANTED], told

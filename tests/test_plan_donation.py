@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 from jaxmem_callbacks.cli.main import main
+from tests import forked
 from tests.pasting import pasted
 
 HEAD = """
@@ -86,7 +86,7 @@ def test_what_a_plan_says_of_donation_is_typed_and_pasted(kind: str, tmp_path: P
     assert main(["inspect", str(tmp_path / "edited.py"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["account"]["judged"]["one step"] == need
     values = [
-        subprocess.run([sys.executable, path], check=True, capture_output=True, text=True, cwd=tmp_path).stdout
+        forked.run([sys.executable, path], check=True, capture_output=True, text=True, cwd=tmp_path).stdout
         for path in ("train.py", "edited.py")
     ]
     assert values[0] == values[1]

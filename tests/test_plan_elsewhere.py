@@ -21,6 +21,7 @@ from jaxmem_callbacks.planning.request import budget_for
 from jaxmem_callbacks.programs.targets.target import Target
 from jaxmem_callbacks.records.errors import PlanError, RunFileError
 from jaxmem_callbacks.records.presets import EnvironmentSettings
+from tests import forked
 from tests import sample_plans as samples
 from tests.processes import UNOPTIMISED
 from tests.sample_plans import GIB
@@ -66,7 +67,7 @@ def run_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subpro
 
     def run(*words: str, **more: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *words]
-        return subprocess.run(command, cwd=folder, env=variables | more, capture_output=True, text=True, check=False)
+        return forked.run(command, cwd=folder, env=variables | more, capture_output=True, text=True, check=False)
 
     return run
 

@@ -202,3 +202,14 @@ def test_an_absent_gpu() -> None:
     assert one.argument_bytes is not None
     assert memory.program.argument_bytes is not None
     assert 0.45 < one.argument_bytes / memory.program.argument_bytes < 0.6
+
+
+def test_a_plan_in_which_nothing_fits_sees_the_state_beside_functions_of_the_model() -> None:
+    """Whether the state could wait on the host is asked of a model whose leaves are not all arrays."""
+    needs_compiler("h100_sxm")
+    batch, model, opt_state, key, optimizer = make()
+    plan = jm.plan(
+        eqx.filter_jit(train_step), batch, model, opt_state, optimizer=optimizer, key=key,
+        target="h100_sxm", budget="10KiB", search={"remat": False},
+    )  # fmt: skip
+    assert not plan.record.candidates[plan.record.chosen].fits

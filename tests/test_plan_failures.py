@@ -216,7 +216,7 @@ def test_an_nnx_module_under_jaxs_own_gradient_is_told_which_to_take() -> None:
 def test_a_loss_without_anything_to_cut_is_planned_as_it_is() -> None:
     plan = jm.plan(jm.value_and_grad(lambda w: w[0] * 2.0), jnp.ones(3))
     assert [candidate.policy for candidate in plan.candidates] == [jm.StepPolicy()]
-    assert "the loss is no equation at all" in plan.record.notes[0]
+    assert "the loss keeps nothing for its gradient" in plan.record.notes[0]
 
 
 def test_what_jax_cannot_trace_under_a_policy_takes_no_other_policy_with_it() -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.cli.train_lines import lines_to_train
 from jaxmem_callbacks.config.presets import parse_preset
 from jaxmem_callbacks.planning.choice import with_options
 from jaxmem_callbacks.planning.compiles import Compiler, CompileResults, Entry
@@ -22,6 +23,7 @@ from jaxmem_callbacks.programs.reading.hlo import parse_module
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.plans import Candidate
+from tests.pasting import run
 from tests.sample_plans import MIB, candidate, sentences
 
 LINE = ".".join(jax.__version__.split(".")[:2])
@@ -55,6 +57,11 @@ def test_options_are_chosen_where_nothing_fits_without_them():
     assert "none, options 1: it fits by options" in shown
     assert f"options 1, for cpu and jax {LINE}: {ORDER}={LEAST}" in shown
     given = tuple(jnp.ones(arg.shape) / 256 for arg in ARGS)
+    (line,) = lines_to_train(plan, None)
+    assert "compiler_options=" in line
+    step = run(line, jm=jm, train_step=train_step)["step"]
+    assert step.policy == plan.policy
+    assert jnp.allclose(step(given[0].copy(), given[1]), train_step(*given), rtol=1e-6)
     expected = train_step(*given)
     assert jnp.allclose(jm.jit_step(train_step, parse_preset(plan.to_yaml()).policy)(*given), expected, rtol=1e-6)
 
@@ -91,10 +98,16 @@ def test_what_the_user_has_set_stays(own, monkeypatch):
     assert (plan.chosen.policy.options is not None) == (own == "policy")
 
 
-def test_a_batch_is_searched_without_them():
-    plan = jm.plan(train_step, *ARGS, budget="60MiB", search={**ALL, "batch": {"at_most": 512}})
-    assert "Compiler options were not tried: the largest batch is searched without them." in sentences(plan)
-    assert all(each.policy.options is None for each in plan.candidates)
+def test_a_larger_batch_is_searched_under_them():
+    search = {"remat": False, "batch": {"at_most": 2048}}
+    without = jm.plan(train_step, *ARGS, budget="12MiB", search=search)
+    plan = jm.plan(train_step, *ARGS, budget="12MiB", search=search | {"compiler_options": True})
+    assert plan.chosen.fits
+    assert plan.chosen.batch_rows > without.chosen.batch_rows
+    assert plan.policy.options.by_name == {ORDER: LEAST}
+    assert plan.record.reason.startswith(f"{plan.chosen.batch_rows} rows fit by options of the compiler")
+    batch = jax.ShapeDtypeStruct((plan.chosen.batch_rows, 256), jnp.float32)
+    assert jm.step_memory(jm.jit_step(train_step, plan.policy), ARGS[0], batch).step_bytes == plan.chosen.step_bytes
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,57 @@ def test_arrays_that_the_devices_do_not_divide_are_named() -> None:
 
 
 @pytest.mark.core
+def test_a_step_that_makes_its_data_of_a_random_key_is_whole_on_every_device() -> None:
+    """A key is no batch, typed or as integers, alone or several, whatever it is called; and a vector is none by itself."""
+
+    def training(key: Any, rates: Any = ()) -> Any:
+        keys = jax.random.split(key if key.ndim == jax.random.key(0).ndim or key.shape == (2,) else key[0])
+        params = {"w": jax.random.normal(keys[0], (64, 64))}
+        x = jax.random.normal(keys[1], (ROWS, 64))
+
+        def loss_of(params: Any) -> Any:
+            return jnp.tanh(jnp.tanh(x @ params["w"]) @ params["w"]).mean()
+
+        loss, grads = jm.value_and_grad(loss_of)(params)
+        return jax.tree.map(lambda p, g: p - sum(rates, 0.1) * g, params, grads), loss
+
+    asked: dict[str, Any] = {"budget": "1GiB", "search": {"sharding": ["replicate"], "remat": False}}
+    typed, raw = jax.random.key(0), jax.random.PRNGKey(0)
+    alone = "No argument is a batch to divide, so each of the 8 devices does all of the work of a step, but for what"
+    for given in [(typed,), (raw,), (jax.random.split(raw, 3),), (jax.random.split(typed, 3),), (typed, jnp.ones(3))]:
+        plan = jm.plan(training, *given, **asked)
+        assert alone in sentences(plan)
+        assert plan.record.device_count == 8
+        is_one_key = given[-1] is typed or given[-1] is raw
+        assert ("divide its first dimension" in sentences(plan)) != is_one_key, "the words of one are no rows"
+    assert "divide its first dimension: rates (3 rows)." in sentences(plan)
+    x = jax.random.key(0)
+    assert alone in sentences(jm.plan(lambda x: training(x, ()), x, **asked))
+    with pytest.raises(PlanError, match=r"^8 devices do not divide the first dimension of table \(3 rows\), and"):
+        jm.plan(lambda key, table: training(key, table.sum(axis=1)), typed, jnp.ones((3, 4)), **asked)
+
+
+@pytest.mark.core
+def test_a_step_that_takes_its_state_by_keyword_alone_is_planned_whole_on_every_device() -> None:
+    """As flowjax's. A jit pins arguments by position, so no sharding divides such a state."""
+
+    def keyword_only(params: Any, batch: Any, *, opt_state: Any) -> Any:
+        return train_step(params, opt_state, batch)
+
+    params = parameters()
+    opt_state, batch = OPTIMIZER.init(params), rows_of(ROWS)
+    asked: dict[str, Any] = {"budget": "1GiB", "search": {"sharding": ["replicate", "fsdp"], "remat": False}}
+    plan = jm.plan(keyword_only, params, batch, opt_state=opt_state, **asked)
+    assert [each.policy.sharding for each in plan.candidates] == [None]
+    assert (plan.record.device_count, plan.record.mesh) == (8, {"fsdp": 8})
+    why = "pins arguments by position, and the step takes opt_state by keyword alone."
+    assert f"fsdp was not tried: sharding='fsdp' {why}" in sentences(plan)
+    asked["search"]["sharding"] = ["fsdp"]
+    with pytest.raises(PolicyError, match=f"^sharding='fsdp' {why}"):
+        jm.plan(keyword_only, params, batch, opt_state=opt_state, **asked)
+
+
+@pytest.mark.core
 def test_the_steps_own_sharding_is_kept() -> None:
     """A plan of another program than the one that runs would be no plan."""
     params, batch = parameters(), rows_of(ROWS)

@@ -42,6 +42,7 @@ def test_the_state_is_moved_where_nothing_else_fits(target):
     assert plain.step_bytes - moved.step_bytes >= 0.9 * STATE
     assert moved.modelled_s > plain.modelled_s
     assert "nothing else fits" in plan.record.reason
+    assert any("compiled. The compiled schedule has" in note for note in plan.record.notes)
 
 
 @pytest.mark.slow

@@ -330,6 +330,27 @@ def test_what_cannot_be_divided_is_an_error() -> None:
             jm.plan(train_step, params, opt_state, batch, target="h100_sxm", search={"sharding": asked})
 
 
+def test_absent_gpus_without_a_batch_to_divide_are_planned_with_what_divides_the_state() -> None:
+    needs_compiler("h100_sxm")
+    params, opt_state, batch = abstract()
+    asked: dict[str, Any] = {"target": "h100_sxm:4", "budget": "1GiB", "search": {"remat": False}}
+
+    def made_here(params: Any, opt_state: Any, key: Any) -> Any:
+        return train_step(params, opt_state, jax.random.normal(key, batch.shape))
+
+    plan = jm.plan(made_here, params, opt_state, jax.random.key(0), **asked)
+    assert {each.policy.sharding for each in plan.candidates} == {"replicate", "zero1", "fsdp"}
+    assert "each of the 4 devices does all of the work of a step" in str(plan)
+
+    def all_made_here(key: Any) -> Any:
+        params = {"w": jax.random.normal(key, (8, 8))}
+        return jm.grad(lambda p: jnp.tanh(p["w"]).sum())(params)
+
+    plan = jm.plan(all_made_here, jax.random.key(0), **asked)
+    assert [each.policy.sharding for each in plan.candidates] == [None]
+    assert (plan.record.device_count, plan.record.mesh) == (4, {"fsdp": 4})
+
+
 def test_a_mesh_of_another_size_than_the_target_is_refused() -> None:
     needs_compiler("h100_sxm")
     half = AbstractMesh((4,), ("fsdp",), (AxisType.Auto,))

@@ -58,6 +58,7 @@ def test_every_view_is_there_in_its_order(browser: Browser, page: Path):
         for words in (
             f"Memory of {page.parent}",
             "It fits: 13.0 GiB of 75.0 GiB were left, 17%.",
+            "13.0 GiB\nof the limit of 75.0 GiB",
             "What to do first:",
             "Steps 0 to 319 ran in 2 min 24 s on 2 x NVIDIA H100 80GB HBM3",
             "train_step needs 58.0 GiB",

@@ -389,3 +389,17 @@ def test_figures_of_a_state_on_the_host_are_those_of_the_file():
         shares = [row["share"] for row in rows if row["model"] == model and row["target"] != "cpu"]
         written = [float(cell) for cell in line.split("|")[3:-1]]
         assert written == pytest.approx(shares, abs=0.001), model
+
+
+def test_figures_of_vmaps_in_chunks_are_those_of_the_file():
+    """Samples in a chunk, bytes before and after, and compiles: at most six beside the plain step's."""
+    rows = result("vmapped_programs")["rows"]
+    text = (ROOT / "docs" / "chunks.md").read_text().partition("make bench-vmaps")[2]
+    table = [line.split("|")[2:-1] for line in text.splitlines() if line.startswith("| ")][2:]
+    for cells, row in zip(table, rows, strict=True):
+        samples = f"{row['chunk_samples']:,}" if row["fits"] else "does not fit"
+        megabytes = [f"{row[name] / 1e6:.1f}" for name in ("plain_bytes", "step_bytes")]
+        written = [cell.strip() for cell in cells]
+        assert written == [f"{row['samples']:,}", samples, *megabytes, str(row["compiles"])], row["program"]
+        assert row["compiles"] <= 7
+        assert not row["fits"] or row["step_bytes"] <= row["budget_bytes"]

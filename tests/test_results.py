@@ -104,7 +104,7 @@ def test_every_committed_result_says_its_sources_and_no_machines_paths(path):
 @pytest.mark.parametrize("check", CHECKS)
 def test_a_checks_result_is_stale_once_what_it_asks_changes(check, tmp_path):
     for name in CHECKS[check]:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     written = tmp_path / f"{check}.json"
     written.write_text(json.dumps({"sources": check_hash(check, tmp_path)}))

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.secrets import HIDDEN, scrubbed, secret_values, without_secrets
 from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.writers.protocol import Record, Writer
-from tests import sample_plans
+from tests import forked, sample_plans
 from tests.oom_reports import hostile_report
 
 # Text -> what must not be left of it. Values are made up, in the forms that the rules of secret scanners know.
@@ -479,9 +478,7 @@ def test_an_exception_of_a_writer_is_scrubbed_in_a_process_of_its_own(tmp_path):
         "        m(i, {'loss': 1.0}); m.flush()\n"
     )
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "MY_DEPLOY_CREDS": "heron55"}
-    done = subprocess.run(
-        [sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, check=True
-    )
+    done = forked.run([sys.executable, str(script)], cwd=tmp_path, env=env, capture_output=True, text=True, check=True)
     texts = (done.stdout, done.stderr, *contents(tmp_path / "run"))
     assert "could not log to postgres://[hidden]@db/x" in done.stderr
     assert not any(secret in text for text in texts for secret in ("te@r7", "heron55"))

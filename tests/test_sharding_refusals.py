@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.programs.steps.placement import Pin, require_placed
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.sharding.mesh import abstract_mesh
 from tests.pasting import pasted, run
@@ -186,6 +187,16 @@ def test_fresh_counters_of_one_element_may_lie_anywhere(mesh):
         for _ in range(2):
             params, opt_state, _ = jitted(params, opt_state, batch)
     assert int(opt_state[0].count) == 2
+
+
+def test_an_open_place_differs_from_what_a_filtered_model_does_not_hold(mesh):
+    w = jax.device_put(jnp.ones(8), NamedSharding(mesh, P("fsdp")))
+    model = {"activation": None, "count": jnp.zeros(2), "w": w}
+    required = {"activation": None, "count": None, "w": NamedSharding(mesh, P("fsdp"))}
+    pin = Pin(argument="model", shardings=required, place=None, required_by="sharding='fsdp'", move="...")
+    require_placed(pin, model)
+    with pytest.raises(PolicyError, match=r"model\['w'\] lies as .* expected .*'fsdp'"):
+        require_placed(pin, model | {"w": jnp.ones(8)})
 
 
 def test_the_mesh_of_state_shardings_is_used_and_its_word_wins(mesh):

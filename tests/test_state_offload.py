@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -13,10 +14,15 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxmem_callbacks as jm
+from jaxmem_callbacks.config.presets import parse_preset, preset_to_yaml
 from jaxmem_callbacks.planning.step_time import host_bytes
+from jaxmem_callbacks.programs.reading.hlo import parse_module
+from jaxmem_callbacks.programs.reading.host_copies import host_copies
+from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.units import format_bytes
 from tests.pasting import pasted, run
 
+ROOT = Path(__file__).resolve().parent.parent
 WIDTH, LAYERS, STEPS = 32, 3, 5
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 POLICY = jm.StepPolicy(state_offload="optimizer")
@@ -189,6 +195,15 @@ def test_what_is_no_outermost_jit_of_the_library_is_refused():
         jax.jit(step)(params, opt_state, x)
 
 
+def test_presets_carry_it_and_their_schema_has_it():
+    text = preset_to_yaml(Preset(name="on_host", policy=POLICY))
+    assert "state_offload: optimizer" in text
+    assert parse_preset(text).policy == POLICY
+    assert '"state_offload"' in (ROOT / "configs" / "preset.schema.json").read_text()
+    with pytest.raises(jm.PresetError, match="state_offload"):
+        parse_preset(text.replace("optimizer", "optimiser"))
+
+
 def test_another_word_is_refused():
     with pytest.raises(jm.PolicyError, match=r"state_offload='optimiser'. Did you mean `optimizer`\?"):
         jm.StepPolicy(state_offload="optimiser")
@@ -261,4 +276,37 @@ def test_a_state_on_the_host_is_named_and_no_sum_is_doubted(function):
     memory = jm.step_memory(step, *jm.place_state(step, *given), target="h100_sxm")
     name = "opt_state" if function is train_step else "velocity"
     size = format_bytes(sum(leaf.nbytes for leaf in jax.tree.leaves(given[1]) if leaf.ndim))
-    assert memory.warnings == (f"{size} of {name} wait in host memory. The step's bytes are without them.",)
+    assert memory.warnings[:1] == (f"{size} of {name} wait in host memory. The step's bytes are without them.",)
+    assert len(memory.warnings) == 2  # and what the schedule has of them on the device at once
+
+
+HEAD = "HloModule step, is_scheduled=true\n\nENTRY main {\n"
+STATE = "  {0} = f32[1024,1024]{{1,0:S(5)}} parameter({1})\n"
+COMES = "  {0}.in = (f32[1024,1024]{{1,0}}, f32[1024,1024]{{1,0:S(5)}}, u32[]) copy-start({0})\n"
+IS_HERE = "  {0}.here = f32[1024,1024]{{1,0}} copy-done({0}.in)\n  {0}.new = f32[1024,1024]{{1,0}} negate({0}.here)\n"
+GOES = "  {0}.out = (f32[1024,1024]{{1,0:S(5)}}, f32[1024,1024]{{1,0}}, u32[]) copy-start({0}.new)\n"
+GONE = "  {0}.gone = f32[1024,1024]{{1,0:S(5)}} copy-done({0}.out)\n"
+
+
+@pytest.mark.parametrize(
+    ("order", "at_once"),
+    [
+        ("a0 b0 a1 b1 a2 a3 a4 b2 b3 b4", 2),
+        ("a0 b0 a1 a2 a3 a4 b1 b2 b3 b4", 1),
+        ("a0 b0", 0),
+    ],
+    ids=["all at the beginning", "one by one", "never"],
+)
+def test_the_schedule_shows_how_much_of_the_state_is_on_the_device_at_once(order, at_once):
+    lines = [
+        (STATE, COMES, IS_HERE, GOES, GONE)[int(word[1])].format(word[0], "ab".index(word[0])) for word in order.split()
+    ]
+    found = host_copies(parse_module(HEAD + "".join(lines) + "}\n"))
+    size = 1024 * 1024 * 4
+    assert (found.waiting_bytes, found.arrays) == (2 * size, 2)
+    assert (found.at_once_bytes, found.at_once) == (at_once * size, at_once)
+    assert (f"has {format_bytes(at_once * size)} of them" in found.words) == bool(at_once)
+
+
+def test_a_program_without_the_host_has_no_such_schedule():
+    assert host_copies(parse_module(HEAD + "  p = f32[8]{0} parameter(0)\n}\n")) is None

@@ -126,6 +126,16 @@ def test_a_gradient_that_is_returned_tells_what_was_differentiated():
 
 
 @pytest.mark.core
+def test_the_gradient_of_an_integer_may_pass_through_an_equation():
+    def step(w, count, x):
+        g = jax.grad(lambda w, count: loss(w, x) * (count > 0), argnums=(0, 1), allow_int=True)(w, count)
+        g, _ = jax.lax.optimization_barrier(g)  # of float0, which no number can be compared with
+        return jax.tree.map(lambda p, d: p - 0.1 * d, w, g)
+
+    assert kinds(step, W, 3, X) == [TRAINED, TRAINED, None, None]
+
+
+@pytest.mark.core
 def test_weights_that_are_cast_or_read_layer_by_layer_are_parameters_too():
     def step(p, x):
         cast = jax.tree.map(lambda a: a.astype(jnp.bfloat16), p)

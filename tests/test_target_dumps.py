@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-import subprocess
 import sys
 
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ import pytest
 from jaxmem_callbacks.programs.reading.buffer_assignment import assigned_by_kind, dump_options, user_dump_folder
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.records.errors import CompileError
+from tests import forked
 from tests.target_step import SMALL_ARGS, needs_compiler, small_step
 
 NARROW = {"xla_dump_hlo_module_re": "nothing", "xla_dump_max_hlo_modules": 1}
@@ -51,7 +51,7 @@ def test_flags_of_the_process_neither_narrow_what_is_read_nor_lose_their_own(tmp
     asked = tmp_path / "asked"
     environment = os.environ | {"XLA_FLAGS": f"--xla_dump_to={asked} {FLAGS}", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", SCRIPT, str(pathlib.Path(__file__).parent)]
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    answer = forked.run(command, env=environment, capture_output=True, text=True, check=True)
     here = compile_for_target(small_step, SMALL_ARGS, target="cpu", want_buffers=True, cache=False)
     assert json.loads(answer.stdout) == here.peak.bytes
     assert assignments(asked), answer.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat.jit_settings import in_shardings_of
 from jaxmem_callbacks.programs.targets.compilers import target_folders
-from tests import setting_steps
+from tests import forked, setting_steps
 from tests.setting_steps import BATCH, SETTINGS, TARGET, WEIGHTS, divided, scaled_step, settings, sizes
 from tests.target_step import needs_compiler
 
@@ -40,7 +39,7 @@ def by_hand() -> dict[str, list[int]]:
     needs_compiler(TARGET)
     quiet = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1", "CUDA_VISIBLE_DEVICES": ""}
     (folder, *_) = [*target_folders(), ""]
-    run = subprocess.run(
+    run = forked.run(
         [sys.executable, setting_steps.__file__, folder],
         env=os.environ | quiet | {"PYTHONPATH": str(Path(__file__).parents[1]), "TF_CPP_MIN_LOG_LEVEL": "2"},
         capture_output=True,

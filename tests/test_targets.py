@@ -7,7 +7,6 @@ import json
 import os
 import pathlib
 import re
-import subprocess
 import sys
 
 import jax
@@ -23,6 +22,7 @@ from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions, options_without_device, target_folders
 from jaxmem_callbacks.programs.targets.worker import worker_environment
 from jaxmem_callbacks.records.errors import CompileError, TargetError
+from tests import forked
 from tests.target_step import (
     ARGS,
     BATCH,
@@ -75,7 +75,7 @@ def test_a_targets_bytes_are_those_of_a_direct_compile(compiled, tmp_path):
     target = compiled.target
     facts = json.dumps([target.platform, target.topology, target.target_config])
     command = [sys.executable, "-c", DIRECT, json.dumps(target_folders()), str(pathlib.Path(__file__).parent), facts]
-    answer = subprocess.run(
+    answer = forked.run(
         [*command, json.dumps(dict(compiled.compiler_options)), str(tmp_path)],
         env=worker_environment("v5litepod-4") | {"JAX_ENABLE_X64": "0"},
         capture_output=True,
@@ -281,7 +281,7 @@ def test_the_users_process_sees_nothing_of_the_compilers(name, size):
     )
     command = [sys.executable, "-c", code]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": worker_environment("")["PYTHONPATH"]}
-    answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    answer = forked.run(command, env=environment, capture_output=True, text=True, check=True)
     assert answer.stdout == ""
     ours = [
         line for line in answer.stderr.splitlines() if "cudart_stub" not in line and "absl::InitializeLog" not in line

@@ -20,9 +20,11 @@ from typing import NamedTuple
 
 import pytest
 
+from tests import forked
 from tests.browser import Browser, require
 from tests.page_run import ROWS, SHORT_AT, SHORT_ROWS, TAG
 from tests.processes import EMITTED_QUICKLY, until
+from tests.tensorboards import error_boxes, ours
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).parents[1]
@@ -41,7 +43,7 @@ class Run(NamedTuple):
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     require()
     folder = tmp_path_factory.mktemp("runs")
-    said = subprocess.run(
+    said = forked.run(
         [sys.executable, "-m", "tests.page_run", str(folder)],
         cwd=ROOT,
         env=os.environ | EMITTED_QUICKLY,
@@ -115,6 +117,8 @@ def look(browser: Browser, address: str) -> Look:
         if folder := os.environ.get("JAXMEM_SCREENSHOTS"):
             time.sleep(2)  # lines are animated
             browser.screenshot(Path(folder) / f"tensorboard_{part}.png")
+        assert error_boxes(browser) == []
+        assert ours(browser.errors()) == []
         return browser.text()
 
     return at
@@ -208,6 +212,16 @@ def test_the_text_page_shows_the_plans(look: Look):
     assert "1.0 TiB (1,099,511,627,776 B)\nas asked for; the scalar memory/plan_budget_gib" in cells
     assert "the step's peak" in cells, "and what makes it, of the plan that was really compiled"
     assert "predicted" in text
+
+
+def test_an_error_box_is_found_where_one_is(browser: Browser, tmp_path: Path):
+    toy = tmp_path / "toy.html"
+    toy.write_text(
+        "<body><h3>Data could not be loaded.</h3><p id='host'></p><script>host.attachShadow({mode: 'open'}).innerHTML ="
+        " '<p class=error-content>steps do not match</p>'</script>"
+    )
+    browser.open(toy.as_uri())
+    assert error_boxes(browser) == ["Data could not be loaded.", "steps do not match"]
 
 
 def test_the_time_series_page_shows_the_same(look: Look):

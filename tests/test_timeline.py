@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from jaxmem_callbacks.analysis.timeline import Curve, Stretch, Timeline, thinned
 from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap, LiveBuffer
-from jaxmem_callbacks.writers.page_model import clean
+from jaxmem_callbacks.records.page import clean
+from jaxmem_callbacks.records.runs import AcrossFigure, AcrossProcesses
 from jaxmem_callbacks.writers.report import story_model
 from tests.rich_runs import census, heap_at, write_rich_run
 
@@ -35,6 +36,16 @@ def test_a_curve_of_any_length_has_so_many_stretches():
         curve.add(Stretch(step, float(step), step % 977, step % 977))
     assert 1000 <= len(curve.stretches) <= 2000
     assert max(each.high for each in curve.stretches) == 976
+
+
+def test_figures_over_processes_are_curves_under_the_names_that_the_page_draws():
+    names = ("in_use_bytes", "live_arrays_bytes", "host_bytes", "peak_since_start_bytes")
+    each = AcrossFigure(low=1, low_process=0, mean=2, high=3, high_process=1)
+    timeline = Timeline()
+    timeline.learn(AcrossProcesses(step=4, time_s=1.0, processes=2, figures=dict.fromkeys(names, each)))
+    drawn = {"in_use_bytes", "live_array_bytes", "resident_bytes", "peak_bytes_since_start"}
+    assert {curve.figure for curve in timeline.curves} == drawn
+    assert all(curve.stretches[-1][2:] == (1, 3) for curve in timeline.curves)
 
 
 def test_a_census_of_changes_holds_all_arrays():

@@ -6,7 +6,6 @@ import gc
 import json
 import math
 import os
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -25,6 +24,7 @@ from jaxmem_callbacks.readers.traces import read_trace
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.traces import Alloc, AllocatorSettings, Free, ProgramStart, StepMark, Trace, TraceHead
 from jaxmem_callbacks.simulator.replay import check_events, replay
+from tests import forked
 
 pytestmark = pytest.mark.core
 
@@ -73,7 +73,7 @@ def recorded(tmp_path_factory):
     logdir = tmp_path_factory.mktemp("run")
     variables = dict(os.environ, PYTHONPATH=str(ROOT), JAX_PLATFORMS="cpu")
     command = [sys.executable, "-c", TRAINING, str(logdir)]
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=240, check=False)
+    done = forked.run(command, capture_output=True, text=True, env=variables, check=False)
     assert done.returncode == 0, done.stderr
     seen = {int(step): count for step, count in json.loads(done.stdout.splitlines()[-1]).items()}
     return read_trace(logdir), seen, done.stderr, logdir

@@ -92,7 +92,7 @@ def test_the_wheel_has_every_module_and_nothing_else(built):
     assert sources <= inside
     assert "jaxmem_callbacks/py.typed" in inside
     assert "jaxmem_callbacks/config/shipped/preset.schema.json" in inside
-    assert {"draw.js", "page.js", "page.css"} <= {Path(name).name for name in inside if "writers/assets/" in name}
+    assert {"draw.js", "page.js", "page.css"} <= {Path(name).name for name in inside if "records/assets/" in name}
     assert {name.split("/")[0].partition("-")[0] for name in inside} == {"jaxmem_callbacks"}
 
 

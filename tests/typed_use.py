@@ -189,6 +189,18 @@ def a_loop_with_hooks(monitor: jm.MemoryMonitor, events: list[MemoryEvent]) -> N
     monitor.tell("an event")  # pyright: ignore[reportArgumentType]
 
 
+def number_of(state: State, batch: Batch) -> int:
+    return state.steps + 0 * len(batch)
+
+
+def a_loop_without_hooks(monitor: jm.MemoryMonitor, state: State, batch: Batch) -> None:
+    assert_type(monitor.wrap(train_step)(state, batch), tuple[State, Metrics])
+    assert_type(monitor.wrap(train_step, step=number_of)(state, batch, rate=0.2), tuple[State, Metrics])
+    monitor.wrap(train_step)(batch, state)  # pyright: ignore[reportArgumentType]
+    monitor.wrap(3)  # pyright: ignore[reportArgumentType]
+    monitor.wrap(train_step, step=3)  # pyright: ignore[reportArgumentType]
+
+
 def what_was_written(writer: jm.CollectingWriter, probe: jm.ScriptedProbe) -> None:
     assert_type(writer.of(MemoryEvent), list[MemoryEvent])
     assert_type(writer.events, list[MemoryEvent])

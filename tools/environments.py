@@ -9,6 +9,7 @@ too, so that they get a sentence instead of a traceback.
     python3 tools/environments.py each PARTS COMMAND...      # once for every supported Python found
     python3 tools/environments.py other PARTS COMMAND...     # on the JAX line that .venv does not have
     python3 tools/environments.py apart PARTS COMMAND...     # in .venv-3.12-apart, for what COMMAND installs itself
+    python3 tools/environments.py newest PARTS COMMAND...    # in .venv-3.12-newest, its requirements without upper bounds
 PARTS is a comma list of: project, demo, test, docs, targets, compared, adapters, lint.
 """
 
@@ -271,13 +272,35 @@ def run_other(parts: list[str], command: list[str]) -> int:
     return 0
 
 
+def run_newest(parts: list[str], command: list[str]) -> int:
+    """Run the command with the newest of all that the project needs, pre-releases too, whatever its own upper bounds."""
+    import tomllib  # not on the old Pythons, which get a sentence
+
+    found = interpreters()
+    minor = next((each for each in PREFERRED if each in found and jax_line(each) == jax_line(PREFERRED[0])), None)
+    if minor is None:
+        print(f"the newest JAX (Python {PREFERRED[0]}): not proved, no such interpreter found")
+        return 0
+    folder = ROOT / f".venv-{minor}-newest"
+    python = environment(folder, minor, found[minor], parts)
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needed = list(declared["project"]["dependencies"])
+    for part in parts:
+        needed += declared["dependency-groups"].get(part, [])
+    unbounded = [",".join(part for part in each.split(",") if not part.startswith("<")) for each in needed]
+    with phase(f"{folder.name}: installing the newest of {len(unbounded)} packages"):
+        run_quietly([str(python), "-m", "pip", "install", "--quiet", "--upgrade", "--pre", *unbounded])
+    print(f"[environment] {folder.name}: Python {minor}, jax {jax_version(python)}", flush=True)
+    return call(folder, command)
+
+
 def main(arguments: list[str]) -> int:
     """The command line; see the top of this file."""
     if arguments == ["find"]:
         for minor, path in sorted(interpreters().items()):
             print(f"Python {minor} (JAX line {jax_line(minor)}): {path}")
         return 0
-    if len(arguments) < 3 or arguments[0] not in ("run", "each", "other", "apart"):  # noqa: PLR2004 - verb, parts, command
+    if len(arguments) < 3 or arguments[0] not in ("run", "each", "other", "apart", "newest"):  # noqa: PLR2004 - verb, parts, command
         print(__doc__)
         return 2
     verb, parts, command = arguments[0], arguments[1].split(","), arguments[2:]
@@ -285,10 +308,9 @@ def main(arguments: list[str]) -> int:
     if unknown:
         msg = f"Unknown part {unknown[0]!r}. Expected some of: {', '.join(PARTS)}."
         raise SetupError(msg)
-    if verb == "each":
-        return run_each(parts, command)
-    if verb == "other":
-        return run_other(parts, command)
+    several = {"each": run_each, "other": run_other, "newest": run_newest}
+    if verb in several:
+        return several[verb](parts, command)
     if verb == "apart":
         minor, interpreter = default_interpreter()
         return run_in(ROOT / f".venv-{minor}-apart", minor, interpreter, parts, command)

@@ -1,7 +1,7 @@
 """The simulated allocator against the real one: a case's requests run on this device's pool and on the model of it.
 
-Enters: a case and whether this is the small preflight on CPU. Leaves: for how many requests addresses and statistics were alike,
-and the first that were not; null where the allocator reports nothing. Arrays come from programs without arguments, so that a
+A case's answer is for how many requests addresses and statistics were alike, and the first that were not; null where the
+allocator reports nothing. Arrays come from programs without arguments, so that a
 program's only memory is its result; what a case's programs need besides is an array too, given back at once.
 """
 

@@ -1,8 +1,8 @@
 """`make gpu-check`: what only an NVIDIA GPU can answer, with this machine's own Python and JAX, in under eight minutes.
 
-Enters: the machine. Leaves: results/gpu_check.json and a table at the end. Standard library only: every question is asked in
-a process of its own (gpu_questions.py) with a time limit, so one that crashes or hangs is an answer too. Without a GPU it
-says so and exits 0. `--preflight` asks the same questions, smaller, on the CPU, in under a minute.
+Writes results/gpu_check.json and prints a table at the end. Standard library only: every question is asked in a process of its
+own (gpu_questions.py) with a time limit, so one that crashes or hangs is an answer too. Without a GPU it prints that and exits
+0. `--preflight` asks the same questions, smaller, on the CPU, in under a minute.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ ALLOCATORS = {
     "vmm": {"XLA_PYTHON_CLIENT_ALLOCATOR": "vmm"},
 }
 PLANS = ("plan_none", "plan_full", "plan_keep")
+LEVERS = ("plan_chunks", "plan_option", "plan_state")  # a head in chunks, a compiler option, the state on the host
 PRESETS = ("gpu_growth", "gpu_preallocate", "gpu_shared", "gpu_async", "gpu_platform_debug")
 CASES = ("losses_in_a_list", "train_and_evaluate")
 SMALL_POOLS = {
@@ -62,6 +63,7 @@ def plan(*, preflight: bool) -> list[tuple[str, str]]:
         *(("statistics", kind) for kind in kinds),
         ("prediction_plain", "default"),
         *((name, "default") for name in (PLANS[::2] if preflight else PLANS)),
+        *((name, "default") for name in LEVERS),
         ("hook", "default"),
         ("recorded_runs", "default"),
         ("fragmentation", "small pool"),
@@ -151,7 +153,7 @@ def ask_all(*, preflight: bool) -> list[dict[str, Any]]:
     for question, allocator in plan(preflight=preflight):
         left = LIMIT_S - (time.monotonic() - begin)
         reason = ""
-        if question in ("hook", "recorded_runs", *CASES, *PLANS, *PRESETS) and lacking:
+        if question in ("hook", "recorded_runs", *CASES, *PLANS, *LEVERS, *PRESETS) and lacking:
             reason = f"this Python lacks {', '.join(lacking)}; bring these wheels"
         elif left < 10:  # noqa: PLR2004 - seconds that starting JAX takes
             reason = f"the {LIMIT_S} seconds are used up"
@@ -260,7 +262,7 @@ HEADLINES = {
     "statistics": of_statistics,
     "out_of_memory": of_out_of_memory,
     "prediction_plain": of_prediction,
-    **dict.fromkeys(PLANS, of_plan),
+    **dict.fromkeys((*PLANS, *LEVERS), of_plan),
     "hook": of_hook,
     "fragmentation": of_fragmentation,
     **dict.fromkeys(CASES, of_simulation),

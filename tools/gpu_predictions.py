@@ -1,4 +1,4 @@
-"""What plans foretold against what was seen: answers of `plan_...` questions enter, a row of differences for each policy leaves.
+"""Predictions of plans against what was measured: rows of differences, one for each policy that answered a `plan_...` question.
 
 Standard library only. A figure that one side does not have gives no difference, and the reason stands in its place.
 """
@@ -8,23 +8,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-GOAL = 0.02  # foretold and measured peak are to lie no further apart
+GOAL = 0.02  # predicted and measured peak are to lie no further apart
 TELLING_S = 0.01  # of shorter steps, such as the preflight's, times tell nothing about recomputation
 
 
 def predictions(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row a policy that answered: bytes, and how much longer than the plain step it takes, foretold and measured."""
+    """One row a policy that answered: bytes, and how much longer than the plain step it takes, predicted and measured."""
     answers = {
         entry["question"]: entry["answer"]
         for entry in results
         if entry["question"].startswith("plan_") and entry.get("answer")
     }
     plain = answers.get("plan_none")
-    return [{"question": name, **_bytes_of(answer), **_times_of(answer, plain)} for name, answer in answers.items()]
+    return [
+        {"question": name, **_bytes_of(answer), **_times_of(answer, plain if _is_alike(answer, plain) else None)}
+        for name, answer in answers.items()
+    ]
+
+
+def _is_alike(answer: Mapping[str, Any], plain: Mapping[str, Any] | None) -> bool:
+    """Whether an answer is about the step of the plain one: times of another step are not compared with it."""
+    return plain is not None and answer.get("shapes") == plain.get("shapes")
 
 
 def _bytes_of(answer: Mapping[str, Any]) -> dict[str, Any]:
-    seen, foretold = answer["seen"], answer["foretold"]
+    seen, predicted = answer["seen"], answer["predicted"]
     peak, earlier = seen["peak_bytes"], seen["peak_before_bytes"]
     reason = None
     if peak is None:
@@ -38,7 +46,7 @@ def _bytes_of(answer: Mapping[str, Any]) -> dict[str, Any]:
         "measured_peak_unknown": reason,
     }
     for where in ("attached", "without_the_device"):
-        said = foretold.get(where, {"error": "no target is like this device"})
+        said = predicted.get(where, {"error": "no target is like this device"})
         row[f"{where}_bytes"] = said.get("step_bytes")
         row[f"{where}_unknown"] = said.get("error")
         known = row["measured_peak_bytes"] is not None and said.get("step_bytes")
@@ -64,7 +72,7 @@ def _modelled(
     answer: Mapping[str, Any], plain: Mapping[str, Any] | None
 ) -> tuple[str | None, float | None, float | None]:
     """Modelled seconds of a step and of the plain one, and of what: the nearest target, or failing that the device."""
-    said = [{} if each is None else each["foretold"] for each in (answer, plain)]
+    said = [{} if each is None else each["predicted"] for each in (answer, plain)]
     places = ("without_the_device", "attached")
     times = {where: [each.get(where, {}).get("modelled_s") for each in said] for where in places}
     both = [where for where in places if None not in times[where]]
@@ -75,7 +83,7 @@ def _modelled(
 def of_plan(answer: Mapping[str, Any]) -> str:
     """The answer of one question in a few words, for the table."""
     row = _bytes_of(answer)
-    said = f"foretold {_shown(row, 'attached')}, without the device {_shown(row, 'without_the_device')}"
+    said = f"predicted {_shown(row, 'attached')}, without the device {_shown(row, 'without_the_device')}"
     return f"{said}; {_peak(row)}"
 
 

@@ -1,7 +1,7 @@
 """The questions of `make gpu-check`: one is asked in each process, by name, and answers with one line of JSON.
 
-Enters: a question's name and whether this is the small preflight on CPU. Leaves: a line `ANSWER {...}` on stdout; figures
-that the platform does not report are null. Imports JAX, and the library's own rooms only where the question is about them.
+Arguments are a question's name and whether this is the small preflight on CPU. The answer is a line `ANSWER {...}` on stdout;
+figures that the platform does not report are null. Imports JAX, and the library only where the question is about it.
 """
 
 from __future__ import annotations
@@ -200,10 +200,10 @@ def prediction(*, small: bool) -> dict[str, Any]:
 
 
 def planned(name: str, *, small: bool) -> dict[str, Any]:
-    """What a plan foretells of a step under one policy, and what running it shows."""
-    from gpu_plans import POLICIES, plan_against_run
+    """What a plan predicts of a step under one policy, and what running it shows."""
+    from gpu_plans import plan_against_run
 
-    return plan_against_run(POLICIES[name], small=small)
+    return plan_against_run(name, small=small)
 
 
 def simulated(case: str, *, small: bool) -> dict[str, Any]:
@@ -378,7 +378,10 @@ QUESTIONS: dict[str, Callable[..., dict[str, Any]]] = {
     "statistics": statistics_of_allocator,
     "out_of_memory": out_of_memory,
     "prediction_plain": prediction,
-    **{name: functools.partial(planned, name) for name in ("plan_none", "plan_full", "plan_keep")},
+    **{
+        name: functools.partial(planned, name)
+        for name in ("plan_none", "plan_full", "plan_keep", "plan_chunks", "plan_option", "plan_state")
+    },
     "hook": hook,
     "fragmentation": fragmentation,
     **{name: functools.partial(simulated, name) for name in ("losses_in_a_list", "train_and_evaluate")},

@@ -1,4 +1,4 @@
-"""Recorded runs on a GPU: real allocator statistics under the monitor. Enters: whether small; leaves: what each run told.
+"""Recorded runs on a GPU: real allocator statistics under the monitor, and the events of each run.
 
 On a GPU the recordings go to tests/recordings as gpu_NAME.jsonl.gz, where the tests find them from then on.
 """

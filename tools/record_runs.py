@@ -1,7 +1,7 @@
 """`python tools/record_runs.py [NAME ...]`: makes the recorded runs of tests/recordings again, all or those named.
 
 Each is a real training in a process of its own, watched by the real monitor; its JSON lines are the recording, behind one line
-that says what it is. Enters: names; leaves: tests/recordings/NAME.jsonl.gz. `--out DIR` writes elsewhere.
+that names it: tests/recordings/NAME.jsonl.gz. `--out DIR` writes elsewhere.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Faulty runs: each has one fault, and its recording must hold the one event for it. Enters: what opens the monitor."""
+"""Faulty runs: each has one fault, and its recording must hold the one event for it."""
 
 from __future__ import annotations
 

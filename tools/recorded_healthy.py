@@ -1,4 +1,4 @@
-"""Healthy runs: each does something that looks like a fault for a while and is none. Enters: what opens the monitor."""
+"""Healthy runs: each does something that looks like a fault for a while and is none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What recorded runs train: a small network with momentum, on one device or on a mesh. Enters: sizes; leaves: state and step."""
+"""What recorded runs train: a small network with momentum, on one device or on a mesh."""
 
 from __future__ import annotations
 

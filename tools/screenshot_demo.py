@@ -2,7 +2,7 @@
 
     make demo && .venv/bin/python tools/screenshot_demo.py
 
-Enters: the files of a run; examples/out_of_memory.py, which is run. Leaves: docs/images/memory_tab.png, memory_tab_dark.png,
+Reads the files of the demo's run, runs examples/out_of_memory.py, and writes docs/images/memory_tab.png, memory_tab_dark.png,
 tensorboard_charts.png, tensorboard_events.png, report.png and oom_report.png.
 
 Needs Chromium with its driver, and the packages of the parts `project`
