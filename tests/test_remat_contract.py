@@ -134,7 +134,7 @@ def test_equal_layers_of_a_loop_share_one_jaxpr() -> None:
 def test_a_traced_loss_can_be_cut_again_and_is_cut_alike(policy: dict[str, Any]) -> None:
     flat = flatten(jax.make_jaxpr(mlp)(WEIGHTS, INPUTS))
     before = flat.eqns
-    first, second = (cut_equations(flat, jm.StepPolicy(remat="full", **policy)) for _ in range(2))
+    first, second = (cut_equations(flat, jm.StepPolicy(remat="full", **policy)).jaxpr for _ in range(2))
     texts = {re.sub(r" at 0x\w+", "", str(jaxpr)) for jaxpr in (first, second)}
     assert len(texts) == 1
     assert any(map(is_checkpoint, first.eqns))

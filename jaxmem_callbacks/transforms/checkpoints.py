@@ -201,20 +201,21 @@ def require_names(policy: StepPolicy, eqns: Iterable[Any]) -> None:
             raise PolicyError(msg)
 
 
-def require_offloaded(policy: StepPolicy, jaxpr: Any) -> None:
+def require_offloaded(policy: StepPolicy, jaxpr: Any, keep: Callable[..., Any]) -> None:
     """Refuse to offload where nothing of the kind is stored.
 
     Args:
         policy: What was asked for.
         jaxpr: The function, cut.
+        keep: What its checkpoints keep, as JAX's policy.
 
     Raises:
         PolicyError: the function has no loop that stores it, or the named value lies where nothing is cut.
     """
+    policy = named_by_the_loss(policy, jaxpr.eqns)
     if not policy.offload:
         return
-    policy = named_by_the_loss(policy, jaxpr.eqns)
-    present, obeyed = _names(jaxpr.eqns), _obeyed(jaxpr.eqns, checkpoint_policy(policy))
+    present, obeyed = _names(jaxpr.eqns), _obeyed(jaxpr.eqns, keep)
     for word in policy.offload:
         if word not in ON_HOST and word not in obeyed:
             msg = (

@@ -155,9 +155,10 @@ def rematerialised(
             refuse_effects(flat.eqns)
             jaxpr = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=flat.eqns)
             with _or_left(REMAT, loss, policy):
-                jaxpr = cut_equations(flat, policy, gathers, differentiated or None)
+                cut = cut_equations(flat, policy, gathers, differentiated or None)
+                jaxpr = cut.jaxpr
                 with _or_left(OFFLOAD, loss, policy):
-                    require_offloaded(policy, jaxpr)
+                    require_offloaded(policy, jaxpr, cut.keep)
         elif not any(map(side_effects, flat.eqns)) and (gathered := gathering_loops(flat, divided, mesh)) is not flat:
             jaxpr = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=gathered.eqns)
         elif policy.chunked:
@@ -230,11 +231,13 @@ class CutLoss:
 
     Attributes:
         jaxpr: The function, open.
+        keep: What its checkpoints keep, as JAX's policy.
         notes: What stays as it is, a sentence each.
         frontiers: What could be kept besides, of the function and of each body in it that is cut; none unless asked for.
     """
 
     jaxpr: Any
+    keep: Callable[..., Any]
     notes: tuple[str, ...] = ()
     frontiers: tuple[tuple[FrontierPoint, ...], ...] = ()
 
@@ -270,8 +273,8 @@ def cut_equations(
     policy: StepPolicy,
     gathers: Gathers | None = None,
     differentiated: Collection[Any] | None = None,
-) -> Any:
-    """The function as an open jaxpr, cut and checkpointed under the policy.
+) -> CutLoss:
+    """The function, cut and checkpointed under the policy.
 
     What was found on the way is recorded once with the active policy, where there is one.
 
@@ -300,7 +303,7 @@ def cut_equations(
         _refuse_no_checkpoint(flat, policy, own)
     if active is not None:
         active.record(cut.notes, cut.frontiers)
-    return cut.jaxpr
+    return cut
 
 
 def _cut(flat: Equations, context: _CutContext) -> CutLoss:
@@ -308,7 +311,8 @@ def _cut(flat: Equations, context: _CutContext) -> CutLoss:
     cheap, flat = cheap_values(flat)
     if not flat.eqns:  # a constant, or something cheap of the arguments
         made = cheap.equations_for(variables(flat.outvars))
-        return CutLoss(jaxpr=derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=made))
+        jaxpr = derive(flat.template, invars=flat.invars, outvars=flat.outvars, eqns=made)
+        return CutLoss(jaxpr=jaxpr, keep=context.keep)
     flat, kept_bytes, bodies = _with_cut_bodies(flat, cheap, context)
     loss = profile_loss(flat, cheap, kept_bytes)
     if context.gathers is not None:
@@ -324,6 +328,7 @@ def _cut(flat: Equations, context: _CutContext) -> CutLoss:
     found = () if choice.frontier is None or not context.survey else (_of_all(choice.frontier, context.copies or 1),)
     return CutLoss(
         jaxpr=apply(loss, choice, context.keep),
+        keep=context.keep,
         notes=(*(note for body in bodies for note in body.notes), *notes, *_left_whole(loss)),
         frontiers=(*(each for body in bodies for each in body.frontiers), *found),
     )
