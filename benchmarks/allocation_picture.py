@@ -24,7 +24,7 @@ FREE = "#eceff1"
 
 @dataclass(frozen=True)
 class Moment:
-    """A pool after one thing that happened: its regions, what lies where, and what failed."""
+    """A pool after one thing that happened: its regions, what is where, and what failed."""
 
     words: str
     regions: list[tuple[int, int]]

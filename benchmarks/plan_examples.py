@@ -22,7 +22,7 @@ POD = ("examples/plan_a_pod.py", "--target", "h100_sxm:64", "--json")
 
 
 def without_machine(text: str, root: Path = ROOT) -> str:
-    """JSON text in which files of this repository and of installed packages are told without where they lie here."""
+    """JSON text in which files of this repository and of installed packages are told without where they are here."""
     return re.sub(r'"[^"\n]*/site-packages/', '"', text.replace(f"{root}/", ""))
 
 

@@ -133,7 +133,7 @@ def keep_picture(browser: Browser, name: str) -> None:
 
 
 def contrasts(browser: Browser) -> tuple[int, list[str]]:
-    """How many texts the page has, and those that are too pale on what lies behind them."""
+    """How many texts the page has, and those that are too pale on what is behind them."""
     found = browser.run(_CONTRASTS)
     return len(found), [text for contrast, text in found if contrast < _LEAST_CONTRAST]
 
@@ -223,7 +223,7 @@ if (done.events) fire(page.querySelector('.event-mark'), 'click');
 all('details').forEach(one => { one.open = true; });
 return done;
 """
-# For every text its contrast with what lies behind it.
+# For every text its contrast with what is behind it.
 _CONTRASTS = """
 const numbers = colour => colour.match(/[\\d.]+/g).map(Number);
 const light = colour => {

@@ -106,7 +106,7 @@ def rules() -> Generator[None]:
 
 Context = Callable[[], AbstractContextManager[Any]]
 split, whole = NamedSharding(auto, P("rows")), NamedSharding(auto, P())
-# Name -> the context, what makes the step that is called in it, and where its ids lie.
+# Name -> the context, what makes the step that is called in it, and where its ids are.
 CONTEXTS: dict[str, tuple[Context, Callable[[], Any], NamedSharding | None]] = {
     "nothing": (contextlib.nullcontext, plain, None),
     "set_mesh": (lambda: jax.set_mesh(auto), lambda: by_specs(jax.jit), split),

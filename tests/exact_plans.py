@@ -85,7 +85,7 @@ class Chain:
         ]
 
     def plans(self) -> Iterator[Plan]:
-        """Every choice of cuts with every choice of kept values; what lies in the last segment is always there."""
+        """Every choice of cuts with every choice of kept values; what is in the last segment is always there."""
         inner = range(1, len(self.steps))
         for cuts in itertools.chain.from_iterable(itertools.combinations(inner, k) for k in range(len(self.steps))):
             for kept in range(1 << (cuts[-1] if cuts else 0)):

@@ -36,7 +36,7 @@ class Programme:
         self._cut = [self._variable(whole=True) for _ in range(n)]  # before a step
         self._again = [self._variable(whole=True) for _ in range(n)]
         self._at_most([(1, self._cut[0])], 0)
-        #: Whether two steps lie in one segment; the same step is no variable.
+        #: Whether two steps are in one segment; the same step is no variable.
         self._same = {(v, i): self._variable() for v in range(n) for i in range(v + 1, n)}
         self._segments()
         self._stored = {
@@ -90,7 +90,7 @@ class Programme:
         self._at_most([*terms, (-1, variable)], -more)
 
     def _times(self, factor: float, v: int, i: int) -> list[Term]:
-        """Whether two steps lie in one segment, times a factor; of one step nothing, since that is a number."""
+        """Whether two steps are in one segment, times a factor; of one step nothing, since that is a number."""
         return [(factor, self._same[min(v, i), max(v, i)])] if v != i else []
 
     def _segments(self) -> None:

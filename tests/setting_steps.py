@@ -70,7 +70,7 @@ def scaled_step(scale: Any, weights: Any, batch: Any, seed: Any) -> Any:
 
 
 def divided(mesh: Mesh) -> Any:
-    """A step whose jit alone says where its arguments lie: a batch by one word for all of it."""
+    """A step whose jit alone says where its arguments are: a batch by one word for all of it."""
     on = functools.partial(NamedSharding, mesh)
     places = on(P(None, None, "model")), on(P("data")), on(P())
     return jax.jit(train_step, in_shardings=places, donate_argnums=0)

@@ -206,7 +206,7 @@ def test_one_that_is_larger_than_all_that_are_split_is_replication():
     blocks = [group((256, size), 9, "P('fsdp')", bytes=MIB) for size in (256, 512, 1024, 2048)]
     table = group((1024, 1024), 1, "P()", bytes=64 * MIB)
     (event,) = run(ReplicationDetector(SETTINGS), lasting(table, *blocks))
-    assert "smaller ones such as float32[256,256] lie as P('fsdp')" in event.message
+    assert "smaller ones such as float32[256,256] are placed as P('fsdp')" in event.message
 
 
 @pytest.mark.parametrize(

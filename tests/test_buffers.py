@@ -253,7 +253,7 @@ def test_kinds_of_allocations(tmp_path, kind, told):
 
 
 def test_a_donated_arguments_memory_is_told_as_the_argument_and_not_as_what_is_lent_it(tmp_path):
-    """A small value that lies there later, and is told first, once made the rest of the argument look like padding."""
+    """A small value that is there later, and is told first, once made the rest of the argument look like padding."""
     values = [("lent", 0, 16, 4, 5), ("w", 0, 400, 0, 3), ("updated", 0, 400, 6, 9)]
     write_plan(tmp_path, values, 400, kind="parameter 0, shape |f32[100]| at ShapeIndex {}, maybe-live-out")
     (buffer,) = read_peak(tmp_path, "cpu").buffers

@@ -156,7 +156,7 @@ def test_a_compiler_that_jax_does_not_pin_is_told(index: Path, monkeypatch: pyte
         assert ("Type: jaxmem targets --install tpu. Expected operations" in str(refused.value)) == said
     assert not any(map(other_than_pinned, ("cpu", "cuda")))
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
-    assert f'Type: pip install "jax[tpu]=={JAX}"' in other_than_pinned("tpu"), "where it lies beside JAX"
+    assert f'Type: pip install "jax[tpu]=={JAX}"' in other_than_pinned("tpu"), "where it is beside JAX"
 
 
 def test_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -374,7 +374,7 @@ for at in range(3):
 
 
 def test_a_method_of_an_equinox_module_is_wrapped_where_it_is_defined(tmp_path: Path, capsys: Any) -> None:
-    """Equinox hands the call on, so that its own frame lies between the script and the step."""
+    """Equinox hands the call on, so that its own frame is between the script and the step."""
     script = written(tmp_path, METHOD)
     assert main(["plan", script, "--budget", "4MiB", "--search", "microbatches=4"]) in (0, 3)
     told = capsys.readouterr().out

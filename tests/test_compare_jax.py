@@ -123,7 +123,7 @@ def test_what_is_no_comparison_is_named(arguments, expected, capsys):
 
 
 def test_what_is_installed_beside_the_library_is_not_the_interpreters(script, tmp_path, monkeypatch, capsys):
-    """An installed library lies beside a JAX, which is not the one that is asked for."""
+    """An installed library is beside a JAX, which is not the one that is asked for."""
     site = tmp_path / "site-packages"
     site.mkdir()
     (site / other_jax._PACKAGE.name).symlink_to(other_jax._PACKAGE)

@@ -76,7 +76,7 @@ def test_a_jit_of_the_users_own_keeps_its_donation_statics_and_shardings():
     step, given = jm.jit_step(own, POLICY), jax.device_put(weights(), rows)
     lowered = step.lower(given, BATCH, 2)
     assert [info.donated for info in jax.tree.leaves(lowered.args_info)] == [True, False]
-    # What lies elsewhere is moved to where the user's jit wants it, and returned so.
+    # What is elsewhere is moved to where the user's jit wants it, and returned so.
     updated, _ = step(given, BATCH, 2)
     assert given.is_deleted()
     assert compiled_with(step)[1] == {REGIONS: True}

@@ -133,7 +133,9 @@ class Reference:
         if policy not in self._plans:
             flat = flatten(self._traced)
             steps = len(flat.eqns)
-            self._plans[policy] = Plan(()) if policy.remat == "none" else plan_in(cut_equations(flat, policy).jaxpr, steps)
+            self._plans[policy] = (
+                Plan(()) if policy.remat == "none" else plan_in(cut_equations(flat, policy).jaxpr, steps)
+            )
         return self.model.cost(self._plans[policy])
 
     def compile(self, asked: Sequence[tuple[Compiler, jm.StepPolicy]]) -> list[Candidate | None]:

@@ -67,7 +67,7 @@ def imported(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 
 def room_of(name: str) -> str | None:
-    """The room that a dotted name lies in, or None for third parties and the package itself."""
+    """The room that a dotted name is in, or None for third parties and the package itself."""
     parts = name.split(".")
     return parts[1] if parts[0] == PACKAGE and len(parts) > 1 else None
 

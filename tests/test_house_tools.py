@@ -266,7 +266,7 @@ def test_what_was_predicted_is_compared_with_what_a_gpu_saw():
     assert (full["attached_difference"], full["without_the_device_difference"]) == (0.0, None)
     assert full["measured_recompute_share"] == 0.3
     assert full["modelled_recompute_share"] is None
-    assert keep["measured_peak_unknown"] == "the peak lies before the step"
+    assert keep["measured_peak_unknown"] == "the peak is before the step"
     assert (keep["measured_recompute_share"], keep["modelled_recompute_share"]) == (0.1, 0.125)
     told = "time against the plain step, measured and modelled: +10.0% and +12.5%"
     assert gpu_predictions.prediction_line(keep).endswith(told)

@@ -29,7 +29,7 @@ def laid_out(parts: list[tuple[int, int, bool]]) -> list[PlacedBuffer]:
 
 
 def carried_out(buffers: list[PlacedBuffer], plan: MovePlan) -> list[PlacedBuffer]:
-    """The buffers after a plan, by nothing but its own words; a step's new places may only lie in what is free then."""
+    """The buffers after a plan, by nothing but its own words; a step's new places may only be in what is free then."""
     now = {each.key: each for each in buffers}
     for step in plan.steps:
         moved = [now[key] for key in step.keys]

@@ -58,7 +58,7 @@ def test_gradients_that_are_alive_together_are_all_told(microbatches: int, least
     one = WIDTH * WIDTH * 4
     assert peak.bytes - memory.step_bytes <= peak.bytes_of("constants")  # which jax 0.10 leaves out of its figures
     assert peak.bytes_of("parameters") == DEPTH * one
-    # Without microbatches the fullest moment is just before the last of them is made; some lie where results will be.
+    # Without microbatches the fullest moment is just before the last of them is made; some are where results will be.
     assert peak.bytes_of("gradients") == least * one
     assert peak.bytes_of("results") == pytest.approx((DEPTH - least + 1) * one, rel=0.01)
     assert peak.bytes_of("unknown") == 0

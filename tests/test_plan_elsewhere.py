@@ -74,7 +74,7 @@ def run_python(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., subpro
 
 @pytest.fixture(scope="module")
 def planned(run_python: Callable[..., subprocess.CompletedProcess[str]]) -> str:
-    """What the command printed; plan.json lies beside the script."""
+    """What the command printed; plan.json is beside the script."""
     words = ("plan", "train.py", "--budget", "260KiB", "--save", "plan.json", "--args", "64", "tanh", "none")
     done = run_python("-m", "jaxmem_callbacks.cli.main", *words)
     assert done.returncode == 0, done.stderr + done.stdout

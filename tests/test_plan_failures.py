@@ -104,7 +104,7 @@ def test_arguments_that_lie_elsewhere_than_the_jit_says_are_a_compile_error(ask:
 
     step = jax.jit(train_step, in_shardings=(None, rows))
     words = (
-        r"^train_step for the attached cpu: the program was traced and cannot be compiled\. Expected arguments that lie as its "
+        r"^train_step for the attached cpu: the program was traced and cannot be compiled\. Expected arguments placed as its "
         r"jit says\. .* shows the same error\.\nSharding passed to jit does not match"
     )
     with pytest.raises(CompileError, match=words):

@@ -1,4 +1,4 @@
-"""Which policies of a frontier are compiled: against every choice of them, by the distance to what lies between."""
+"""Which policies of a frontier are compiled: against every choice of them, by the distance to what is between."""
 
 from __future__ import annotations
 

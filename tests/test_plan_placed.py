@@ -1,4 +1,4 @@
-"""`jm.plan(search={"sharding": ...})`: where the plan places a state, a batch and what lies beside it, on eight CPU devices."""
+"""`jm.plan(search={"sharding": ...})`: where the plan places a state, a batch and what is beside it, on eight CPU devices."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_the_steps_own_sharding_is_kept() -> None:
     placed, step = jax.device_put(state, shardings), jm.jit_step(train_step, fsdp)
     asked: dict[str, Any] = {"budget": "1GiB", "search": {"remat": False}}
 
-    plan = jm.plan(step, *placed, batch, **asked)  # by where its arguments lie
+    plan = jm.plan(step, *placed, batch, **asked)  # by where its arguments are
     assert plan.policy.sharding == "fsdp"
     assert plan.record.mesh == {"fsdp": 8}
     assert (plan.chosen.argument_bytes or 0) - batch.nbytes == pytest.approx(whole / 8, rel=0.02)

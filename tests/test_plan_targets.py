@@ -363,7 +363,7 @@ def test_a_mesh_of_another_size_than_the_target_is_refused() -> None:
             jm.plan(train_step, *abstract(), target="h100_sxm:8", mesh=mesh)
     *state, batch = abstract()
     there = jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=NamedSharding(half, PartitionSpec("fsdp")))
-    refused = "lie on 4 devices, and the target h100_sxm:8 has 8. Name a target of 4 devices, such as 'h100_sxm:4'; "
+    refused = "are on 4 devices, and the target h100_sxm:8 has 8. Name a target of 4 devices, such as 'h100_sxm:4'; "
     refused += r'.* type mesh={"fsdp": 8}'
     with pytest.raises(PlanError, match=refused):
         jm.plan(train_step, *state, there, target="h100_sxm:8")

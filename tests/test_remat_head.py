@@ -120,7 +120,7 @@ def test_what_the_head_itself_takes_cannot_wait_on_the_host() -> None:
     def named(weights: Any, x: Any, labels: Any) -> Any:
         return loss_of(checkpoint_name(body(weights["layers"], x), "last") @ weights["words"], labels)
 
-    with pytest.raises(PolicyError, match=r"'last' lies where nothing is cut .* or at a cut"):
+    with pytest.raises(PolicyError, match=r"'last' is where nothing is cut .* or at a cut"):
         jax.make_jaxpr(jm.remat(named, offload=("last",)))(*arguments())
 
 

@@ -132,7 +132,7 @@ def test_weights_that_are_multiplied_in_a_finer_dtype_have_their_gradients_added
 
     args = WEIGHTS[0].astype(jnp.bfloat16), INPUTS
     plain, ours = (np.asarray(jax.grad(each)(*args), np.float32) for each in (loss, jm.remat(loss, segments=3)))
-    assert np.mean(plain != ours) < 0.05, "rounded once: a few lie so near the middle that the order of sums decides"
+    assert np.mean(plain != ours) < 0.05, "rounded once: a few are so near the middle that the order of sums decides"
 
 
 def test_a_long_chain_is_not_cheap_and_can_be_cut() -> None:

@@ -67,7 +67,7 @@ def test_names_at_the_uncut_end_cannot_wait_on_the_host() -> None:
         y = jax.lax.scan(lambda x, w: (x + block(x, w), None), x, weights)[0]
         return (checkpoint_name(jnp.exp(y), "end") ** 2).mean()
 
-    with pytest.raises(PolicyError, match=r"'end' lies where nothing is cut .* Leave it out of offload"):
+    with pytest.raises(PolicyError, match=r"'end' is where nothing is cut .* Leave it out of offload"):
         jax.grad(jm.remat(ending, offload=("end", "query_proj")))(WEIGHTS, INPUTS)
 
 

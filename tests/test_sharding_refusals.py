@@ -105,7 +105,9 @@ def test_a_state_that_lies_elsewhere_is_moved_by_the_line_that_is_shown(kind, me
         "rules": lambda: step(boxed, batch),
     }[kind]
     with jax.set_mesh(mesh):
-        with pytest.raises(PolicyError, match=r"lies as SingleDeviceSharding.*\. It is never moved silently") as caught:
+        with pytest.raises(
+            PolicyError, match=r"is placed as SingleDeviceSharding.*\. It is never moved silently"
+        ) as caught:
             call()
         line = pasted("sharding.move", caught.value)
         assert "mesh, policy" not in line, "these are names of the library's own"
@@ -126,7 +128,9 @@ def test_a_state_that_lies_elsewhere_is_moved_by_the_line_that_is_shown(kind, me
         else:
             params, opt_state, _ = step(moved["weights"], moved["moments"], rows)
             half_moved = jax.device_put(opt_state, NamedSharding(mesh, P()))
-            with pytest.raises(PolicyError, match=re.escape("opt_state[0].trace['w'] lies as NamedSharding(mesh=")):
+            with pytest.raises(
+                PolicyError, match=re.escape("opt_state[0].trace['w'] is placed as NamedSharding(mesh=")
+            ):
                 step(params, half_moved, rows)
             assert not params["w"].is_deleted()
         assert params["w"].sharding.spec == P("fsdp")
@@ -159,7 +163,7 @@ def test_models_with_functions_are_moved_by_the_line_that_is_shown(kind, mesh):
             "both": lambda: step(net, moments, batch),
             "one": lambda: step(state, batch),
         }[kind]
-        with pytest.raises(PolicyError, match="lies as SingleDeviceSharding") as caught:
+        with pytest.raises(PolicyError, match="is placed as SingleDeviceSharding") as caught:
             call()
         line = pasted("sharding.move_modules", caught.value)
         moved = run(line, jax=jax, jm=jm, eqx=eqx, net=net, moments=moments, state=state)
@@ -195,7 +199,7 @@ def test_an_open_place_differs_from_what_a_filtered_model_does_not_hold(mesh):
     required = {"activation": None, "count": None, "w": NamedSharding(mesh, P("fsdp"))}
     pin = Pin(argument="model", shardings=required, place=None, required_by="sharding='fsdp'", move="...")
     require_placed(pin, model)
-    with pytest.raises(PolicyError, match=r"model\['w'\] lies as .* expected .*'fsdp'"):
+    with pytest.raises(PolicyError, match=r"model\['w'\] is placed as .* expected .*'fsdp'"):
         require_placed(pin, model | {"w": jnp.ones(8)})
 
 
@@ -204,7 +208,7 @@ def test_the_mesh_of_state_shardings_is_used_and_its_word_wins(mesh):
     other = {"w": NamedSharding(mesh, P(None, "fsdp"))}  # the other dimension
     params = jax.device_put(params, other)
     step = jm.jit_step(train_step, FSDP, state_shardings=other)
-    with pytest.raises(PolicyError, match=r"opt_state\[0\]\.trace\['w'\] lies as SingleDevice"):
+    with pytest.raises(PolicyError, match=r"opt_state\[0\]\.trace\['w'\] is placed as SingleDevice"):
         step(params, OPTIMIZER.init(data()[0]), batch)
     params, opt_state, _ = step(params, opt_state, batch)
     assert params["w"].sharding.spec == P(None, "fsdp")
@@ -224,7 +228,7 @@ def test_the_mesh_of_state_shardings_is_in_the_line_that_is_shown(kind, mesh):
         weights = elsewhere[0]
     else:
         moments = elsewhere[1]
-    with pytest.raises(PolicyError, match="lies as SingleDevice") as caught:
+    with pytest.raises(PolicyError, match="is placed as SingleDevice") as caught:
         step(weights, moments, batch)
     line = pasted("sharding.move", caught.value)
     assert pasted("sharding.mesh_of_state", line) in line
@@ -342,7 +346,9 @@ def test_a_step_that_the_user_jitted_is_held_against_the_policy(mesh):
             with pytest.raises(PolicyError, match="train_step is already jitted and returns params") as caught:
                 jm.jit_step(jit(train_step, out_shardings=elsewhere), FSDP)(params, opt_state, batch)
             assert f"Write out_shardings in the {said} of train_step" in str(caught.value)
-        with pytest.raises(PolicyError, match=r"params\['w'\] lies as .*, expected .* as sharding='fsdp' requires"):
+        with pytest.raises(
+            PolicyError, match=r"params\['w'\] is placed as .*, expected .* as sharding='fsdp' requires"
+        ):
             jm.jit_step(careless, FSDP)(*data())
         pinned = jm.jit_step(jax.jit(train_step, out_shardings=(*wanted, None)), FSDP)
         params, _, _ = pinned(params, opt_state, batch)
@@ -357,7 +363,7 @@ def test_an_equinox_jit_is_held_against_the_policy_too(mesh):
         return jax.tree.map(lambda x: x - batch.sum(), model), batch.sum()
 
     with jax.set_mesh(mesh):
-        with pytest.raises(PolicyError, match=re.escape("model.weight lies as SingleDeviceSharding")):
+        with pytest.raises(PolicyError, match=re.escape("model.weight is placed as SingleDeviceSharding")):
             jm.jit_step(train, FSDP)(model, jnp.ones(8))
         moved = jax.device_put(model, jm.infer_shardings(model, mesh, FSDP))
         model, _ = jm.jit_step(train, FSDP)(moved, jnp.ones(8))
@@ -395,7 +401,7 @@ def test_figures_need_no_arrays(mesh):
 
 
 def test_a_step_is_traced_for_devices_that_are_not_there():
-    """What planning does: an abstract mesh, shapes only, and every array told where it will lie."""
+    """What planning does: an abstract mesh, shapes only, and every array told where it will be."""
     state = jax.eval_shape(lambda: data()[:2])
     batch = jax.ShapeDtypeStruct((8, 16), jnp.float32)
     with jax.sharding.use_abstract_mesh(abstract_mesh("fsdp=16", 16)):

@@ -116,6 +116,6 @@ def test_large_arrays_that_lie_whole_are_named():
 
     with jax.set_mesh(mesh):
         told = jm.step_memory(jm.jit_step(train_step, policy), state, batch).warnings
-    named = [line.partition(" (")[0] for line in told if "lies whole on each of 8 devices" in line]
+    named = [line.partition(" (")[0] for line in told if "is whole on each of 8 devices" in line]
     assert named == ["batch", "state['odd']"]
-    assert "(float32[1024,512], 2.0 MiB) lies whole on each of 8 devices, though sharding='fsdp'" in told[0]
+    assert "(float32[1024,512], 2.0 MiB) is whole on each of 8 devices, though sharding='fsdp'" in told[0]

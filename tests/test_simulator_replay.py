@@ -94,7 +94,7 @@ def test_training_and_evaluation_need_one_piece_that_a_growing_pool_never_has():
     assert grown.failure.what == "eval_step, temporaries"
     assert (grown.failure.asked_bytes, grown.failure.largest_block_bytes) == (6 * GIB, 4 * GIB)
     assert grown.failure.free_bytes > 8 * GIB
-    # Regions are not joined, whatever lies in them.
+    # Regions are not joined, whatever is in them.
     moved = under(case, preallocate=False, defragment="when_needed")
     assert moved.defragmented == (19,)
     assert not moved.survived

@@ -66,7 +66,7 @@ def of_prefix() -> Any:
 
 
 def of_specs() -> Any:
-    """Bare specs, whose mesh is the one that is set; the weights lie on one device, bound to none."""
+    """Bare specs, whose mesh is the one that is set; the weights are on one device, bound to none."""
     step = jax.jit(setting_steps.train_step, in_shardings=(P("data"), P(("data", "model")), P()))
     return step, (jnp.ones((4, 256, 256)), {"x": jnp.ones((512, 256)), "mask": np.ones((512, 1), np.float32)}, 3)
 
@@ -80,7 +80,7 @@ def of_partial() -> Any:
 
 
 def of_shapes() -> Any:
-    """Shapes that lie nowhere, and weights that are bound to their places already."""
+    """Shapes that are nowhere, and weights that are bound to their places already."""
     on = functools.partial(NamedSharding, mesh())
     weights = jax.device_put(jnp.ones((4, 256, 256)), on(P("data")))
     step = jax.jit(setting_steps.train_step, in_shardings=(on(P("data")), on(P("data", None)), None))

@@ -106,7 +106,7 @@ def hanging(tmp_path):
     ("sent", "advice"),
     [
         (signal.SIGKILL, r"This library did not end it; a system that runs out of memory does\. Close other programs"),
-        (signal.SIGSEGV, r"The fault lies in the compiler\. Install another version of it as in docs/targets\.md"),
+        (signal.SIGSEGV, r"The fault is in the compiler\. Install another version of it as in docs/targets\.md"),
     ],
 )
 def test_a_worker_that_a_signal_ends_is_an_error_that_names_it(hanging, sent, advice):

@@ -133,7 +133,7 @@ def test_the_scalars_page_shows_memory_by_step(look: Look, browser: Browser):
     assert sorted(runs) == ["demo", "plan"], "no extra directories"
     assert runs["plan"].keys() == {"memory/planned_gib/train_step", "memory/plan_budget_gib"}
     assert {"memory/preset_limit_gib", "memory/program_gib/page_step"} <= runs["demo"].keys(), "on a second page"
-    # What was foretold lies beside what was compiled, in every window of the run.
+    # What was foretold is beside what was compiled, in every window of the run.
     planned, compiled = (
         browser.run(f"{_POINTS_OF}('memory%2F{name}_gib%2Fpage_step')") for name in ("planned", "program")
     )

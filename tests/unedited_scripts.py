@@ -125,7 +125,7 @@ TWO = """
 """
 
 
-# Two steps, each with an optimizer's state of its own: that of the generator lies there while the discriminator's step runs.
+# Two steps, each with an optimizer's state of its own: that of the generator is there while the discriminator's step runs.
 GAN = """
     import jax, jax.numpy as jnp
 

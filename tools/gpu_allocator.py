@@ -22,7 +22,7 @@ COMPARED = ("bytes_in_use", "pool_bytes", "largest_free_block_bytes")
 _LEAST_SCALED = 2**20  # what is smaller stays: a loss has four bytes on every device
 
 Request = tuple[str, int, int]  # "take" or "give", the block's name, its bytes
-Row = dict[str, Any]  # where it lies (None: refused), and the statistics afterwards
+Row = dict[str, Any]  # where it is (None: refused), and the statistics afterwards
 
 
 def requests_of(trace: Trace, scale: float) -> list[Request]:

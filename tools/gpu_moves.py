@@ -1,6 +1,6 @@
 """Arrays moved together on a GPU: whether this is small enters; what `jm.defragment` made of a fragmented pool leaves.
 
-Two pools are filled and holes made in them: one where small arrays lie between large holes, and one where the arrays are as large
+Two pools are filled and holes made in them: one where small arrays are between large holes, and one where the arrays are as large
 as the holes, so that copies on the device and ways through the host are both asked for.
 """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-GOAL = 0.02  # predicted and measured peak are to lie no further apart
+GOAL = 0.02  # predicted and measured peak are to be no further apart
 TELLING_S = 0.01  # of shorter steps, such as the preflight's, times tell nothing about recomputation
 
 
@@ -38,7 +38,7 @@ def _bytes_of(answer: Mapping[str, Any]) -> dict[str, Any]:
     if peak is None:
         reason = "the allocator reports no peak"
     elif earlier is not None and peak <= earlier:
-        reason = "the peak lies before the step"
+        reason = "the peak is before the step"
     row: dict[str, Any] = {
         "policy": answer["policy"],
         "nearest_target": answer["nearest_target"],

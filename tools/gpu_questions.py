@@ -320,7 +320,7 @@ def fragmentation(*, small: bool) -> dict[str, Any]:
 
 
 def share(said: Any) -> float | None:
-    """XLA's own fragmentation: the part of the pool's free bytes that lies outside the largest free block."""
+    """XLA's own fragmentation: the part of the pool's free bytes that is outside the largest free block."""
     pool, used, block = (value(said, key) for key in ("pool_bytes", "bytes_in_use", "largest_free_block_bytes"))
     if not pool or used is None or not block or pool <= used:
         return None

@@ -68,7 +68,7 @@ def split_over(tree: Any, mesh: Mesh, *, whole: tuple[str, ...] = ()) -> Any:
 
 
 def shardings_of(tree: Any) -> Any:
-    """Where everything lies."""
+    """Where everything is."""
     return jax.tree.map(lambda leaf: leaf.sharding, tree)
 
 

@@ -1,7 +1,7 @@
 """Settings that the user gave to a jit: its compiler options, and where it wants its arguments.
 
 JAX has no public way to read them before a compile. Its jitted functions and traces keep them. Where these have another form
-there are none: options that are to count for a compile elsewhere then belong into ``XLA_FLAGS``, and arguments count as they lie.
+there are none: options that are to count for a compile elsewhere then belong into ``XLA_FLAGS``; arguments count where they are.
 """
 
 from __future__ import annotations

@@ -326,7 +326,7 @@ def _imbalance_event(census: ArrayCensus, gap: _Gap, since: int, source: str) ->
         if group.devices == (gap.full,):
             alone[f"{group.type_text} made at {group.site}"] = group.bytes
     largest = max(alone, key=lambda what: alone[what], default=None)
-    only = f" On {gap.full} alone lie {largest}, {format_bytes(alone[largest])}." if largest else ""
+    only = f" On {gap.full} alone are {largest}, {format_bytes(alone[largest])}." if largest else ""
     return MemoryEvent(
         kind="imbalance",
         step=census.step,
@@ -337,7 +337,7 @@ def _imbalance_event(census: ArrayCensus, gap: _Gap, since: int, source: str) ->
             f"{gap.devices} devices of one mesh, since step {since}: the fullest sets what fits.{only}"
         ),
         action=(
-            "Place what lies on one device over the mesh: "
+            "Place what is on one device over the mesh: "
             f"{advise('sharding.move', names='tree', whole='tree', mesh='mesh', policy=_FSDP)}; keep batches, "
             "kept results and copies of the state off the default device."
         ),
@@ -413,11 +413,11 @@ class ReplicationDetector:
         split_elements = sum(each.count * each.elements for each in split)
         twins = [each for each in split if each.shape == group.shape]
         if twins and split_elements >= _TWINS * whole_elements:
-            return f"{twins[0].count} others of this shape lie as {twins[0].placement}"
+            return f"{twins[0].count} others of this shape are placed as {twins[0].placement}"
         smaller = [each for each in split if each.elements <= group.elements]
         shapes = {each.shape for each in smaller}
         if not twins and len(shapes) >= _SHAPES and split_elements >= _MOSTLY * whole_elements:
-            return f"smaller ones such as {smaller[0].type_text} lie as {smaller[0].placement}"
+            return f"smaller ones such as {smaller[0].type_text} are placed as {smaller[0].placement}"
         return None
 
 

@@ -178,7 +178,7 @@ def _kept_alike(changed: Sequence[str]) -> str:
             return advise("recompilation.static", argument=path)
         return f"A step is compiled for each value of a static argument. Must {path} change from step to step?"
     if known:
-        return f"Does {known[0][0]} lie elsewhere than before, as what is restored may? Lay it as it was."
+        return f"Is {known[0][0]} elsewhere than before, as what is restored may? Place it as it was."
     return "Does the tree of the arguments change from step to step, or the jit or the policy around them?"
 
 

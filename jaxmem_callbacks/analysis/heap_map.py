@@ -34,11 +34,11 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeapLayout:
-    """Where live arrays lie.
+    """Where live arrays are.
 
     Attributes:
         groups: Largest first.
-        regions: Stretches side by side, by address; between two regions lies more than a hole.
+        regions: Stretches side by side, by address; between two regions is more than a hole.
         held_bytes: Memory of live arrays, each byte once.
         hole_bytes: Memory between them, in the regions.
         largest_hole_bytes: The largest of those holes.

@@ -122,7 +122,7 @@ def growing_event(demand: Demand, rise: Rise, steps_left: int) -> MemoryEvent:
 
 _FULL = advise("preset.load", names="'full_remat'")
 LOWER = (
-    "Free small long-lived arrays that lie between large ones (kept losses or metrics: float() them), or lower the "
+    "Free small long-lived arrays that are between large ones (kept losses or metrics: float() them), or lower the "
     f"temporaries: {advise('step.under', step='train_step', policy=_FULL)}."
 )
 

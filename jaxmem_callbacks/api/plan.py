@@ -71,7 +71,7 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
         mesh: For a target of several devices and arguments without shardings: its axes, as ``{"fsdp": 8}``; None for one axis
             over all, from 128 devices on for copies of 64 along a second one. The state is then tried whole, with its
             optimizer part divided (``zero1``) and divided (``fsdp``), the batch divided over the devices; at most 16 compiles.
-            Arguments with shardings stay where they lie.
+            Arguments with shardings stay where they are.
         resident: What else stays in memory: bytes, ``"2GiB"``, a tree of arrays such as an EMA copy, or a list of such.
         search: What may be varied besides, at most 16 compiles in all: ``{"remat": True, "offload": True,
             "chunks": True, "microbatches": [2, 4], "donate": True, "sharding": ["zero1", "fsdp"], "batch": {"multiple_of":

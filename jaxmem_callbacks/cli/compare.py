@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         msg = f"There is nothing to compare {args.before} with. Expected two paths, or a script and two interpreters."
         raise ComparisonError(msg)
     if args.target is not None:
-        msg = "A target belongs to a comparison of two interpreters: what lies in files was compiled already."
+        msg = "A target belongs to a comparison of two interpreters: what is in files was compiled already."
         raise ComparisonError(msg)
     before, after = read_account(args.before), read_account(args.after)
     found = growth(before, after, most)

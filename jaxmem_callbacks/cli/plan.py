@@ -218,7 +218,7 @@ def run(args: argparse.Namespace) -> int:
     _require_places(args)
     for program in args.beside:
         require_program(program)
-    # Wherever the script goes, in which folder its step is traced: these lie where they were typed.
+    # Wherever the script goes, in which folder its step is traced: these are where they were typed.
     args.beside = [str(Path(program).absolute()) for program in args.beside]
     places = _Places.of(args)
     target = None if args.target is None else resolve_target(args.target, require_installed=False)

@@ -124,7 +124,7 @@ def _started(plan: Plan) -> list[str]:
 
 
 def _is_placed(plan: Plan) -> bool:
-    """Whether the plan lays the state, which the step of a plain function then returns as it came."""
+    """Whether the plan places the state, which the step of a plain function then returns as it came."""
     return bool(plan.record.mesh) and plan.policy.sharding is not None
 
 

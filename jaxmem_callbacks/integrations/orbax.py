@@ -1,6 +1,6 @@
 """Orbax: checkpoints of a state and a note, written and read. Complete when a call returns.
 
-Arrays that Orbax restores can lie in memory that XLA does not own: a step that donates them then copies, and holds two. They
+Arrays that Orbax restores can be in memory that XLA does not own: a step that donates them then copies, and holds two. They
 are copied once here, so that the first step after a restore needs what it needed before.
 """
 

@@ -19,7 +19,7 @@ def last_that_fits(low: int, high: int | None, guess: Guess, ask: Ask) -> tuple[
 
     Two are asked at a time, since two compilers run at a time. Where a guess is right, its place fits, the next does not, and
     that is the proof; as long as much is open, a place before the guess is asked beside it, which fits where the guess is a
-    little too far. Where guesses lie beside what is open, or lead to one side of it twice, the middle is asked beside the
+    little too far. Where guesses are beside what is open, or lead to one side of it twice, the middle is asked beside the
     guess, so that the number of asks grows with the logarithm of the places however wrong the guesses are.
 
     Args:
@@ -90,7 +90,7 @@ class BytesBracket:
         """The places to compile next: the last that fits by an upper bound of its needs, and the last that may by a lower bound.
 
         Two compilers run at a time. Where both places are the same, the next one is compiled too. Of an odd number of compiles
-        the first is the one that may fit, alone: a measured need is worth more than any estimate. A single compile lies in the
+        the first is the one that may fit, alone: a measured need is worth more than any estimate. A single compile is in the
         middle. Where only the first place is known, the last two compiles begin with the one that fits by the upper bound,
         alone: its measured need corrects the estimate for the second.
 
@@ -100,7 +100,7 @@ class BytesBracket:
             most: How many may be asked.
         """
         (low, high), known = between, sorted(needs)
-        if high - low < 2 or most < 1:  # noqa: PLR2004 - nothing lies between neighbours
+        if high - low < 2 or most < 1:  # noqa: PLR2004 - nothing is between neighbours
             return []
         line = np.interp(self.kept, self.kept[known], [needs[place] for place in known])
         sure = self._last(line + np.maximum(self.kept - self.kept[known[-1]], 0), between)

@@ -108,7 +108,7 @@ def compile_as_written(compiler: Compiler, queue: CompileQueue) -> None:
 
 
 def fill_frontiers(entries: Sequence[Entry], queue: CompileQueue) -> None:
-    """Compile what lies between the two ends of some placements, with the compiles that are left: as many as for remat alone.
+    """Compile what is between the two ends of some placements, with the compiles that are left: as many as for remat alone.
 
     A pod's program takes its compiler half a minute, and a frontier of so many points is what one device has too.
 

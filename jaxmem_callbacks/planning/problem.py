@@ -96,7 +96,7 @@ def find_rows(problem: Problem, traced: Traced, argnames: Sequence[str] = ()) ->
 
 
 def with_rows(problem: Problem, rows: Rows, count: int) -> Problem:
-    """The problem with a batch of other size; its arrays become shapes, which lie where they did."""
+    """The problem with a batch of other size; its arrays become shapes, which are where they did."""
 
     def resized(leaf: Any) -> Any:
         shape = getattr(leaf, "shape", ())
@@ -239,7 +239,7 @@ class OwnStep:
         args: Its arguments.
         kwargs: Its keyword arguments.
         donation: The arguments to donate; None where it was left open.
-        sharding: Where the state lies by the step's policy, or None.
+        sharding: Where the state is by the step's policy, or None.
         compiler_options: Those of the step's policy, which every policy of the plan has, or None.
         state_shardings: What the state is pinned to, or None.
         gradients: Which gradients obey a policy.
@@ -276,7 +276,7 @@ class OwnStep:
             problem: What is to be planned.
             traced: Its plain step.
             space: What may be varied.
-            divided: Whether the plan places the state; else it lies somewhere already.
+            divided: Whether the plan places the state; else it is somewhere already.
 
         Raises:
             PlanError: the devices are unknown.
@@ -342,7 +342,7 @@ def own_step(train_step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
         raise PlanError(msg)
     if policy.state_offload is not None:
         msg = (
-            f"The step has state_offload={policy.state_offload!r} already, and its state lies on the host. Plan "
+            f"The step has state_offload={policy.state_offload!r} already, and its state is on the host. Plan "
             f"{train_step.name}, "
             'the function that you wrote, with its state on the device and search={"state_offload": True}.'
         )

@@ -2,7 +2,7 @@
 
 The two ends come first, in parallel: the plain step and the step that keeps only what is alive at the cuts that the library
 chooses. Then what the author of the loss would write: a checkpoint around each block that repeats. Between the lower ends and
-the plain step lie shares of what is dear to compute again, whose operations are known from a trace; only bytes have to be asked
+the plain step are shares of what is dear to compute again, whose operations are known from a trace; only bytes have to be asked
 for: `candidates_for` makes the list.
 """
 
@@ -24,7 +24,7 @@ from jaxmem_callbacks.records.plans import Candidate, FrontierPoint
 from jaxmem_callbacks.records.policies import OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy
 from jaxmem_callbacks.transforms.costs import ALIKE, MARGIN, NOTABLE, SAME, WORTH
 
-# Tuned: the needs of policies between the ends lie less than this below those of the ends.
+# Tuned: the needs of policies between the ends are less than this below those of the ends.
 _NEAR = 1.3
 # Compiles of a frontier that are chosen by the model alone.
 _AT_FIRST = 2
@@ -125,7 +125,7 @@ class RematSearch:
     def _try_segments(self, policy: StepPolicy) -> None:
         """Compile another lower end, and go on with what takes no more bytes and computes no more again.
 
-        Else with both: what the one may keep lies above its own lower end, and that by so many bytes above the lower of the two.
+        Else with both: what the one may keep is above its own lower end, and that by so many bytes above the lower of the two.
 
         Raises:
             PolicyError, LossRefusedError: the loss cannot be cut so.
@@ -153,7 +153,7 @@ class RematSearch:
             self._between, self._others = found
 
     def fill(self) -> None:
-        """Points between the ends, spread so that what lies between two of them is near one of the two.
+        """Points between the ends, spread so that what is between two of them is near one of the two.
 
         The last of them, and of many one in the middle, are compiled before the others are chosen: they show the model's error.
         """
@@ -239,7 +239,7 @@ class RematSearch:
         self._try_alternatives((room.bytes - full.step_bytes) / self._corrected(full.step_bytes))
 
     def _try_lower(self, limit: int | None) -> None:
-        """Where the lower end does not fit: two levels, then what lies above it and may need less all the same.
+        """Where the lower end does not fit: two levels, then what is above it and may need less all the same.
 
         Where two levels take no less, the most is alive elsewhere, and a step that computes less again may have less of it.
         """
@@ -466,7 +466,7 @@ def spread(
 ) -> list[CandidatePolicy]:
     """At most so many offers that any policy between two of them is near one of the two.
 
-    Near is a factor: the bytes of the larger of the two over those of what lies between, or the work of the smaller. The
+    Near is a factor: the bytes of the larger of the two over those of what is between, or the work of the smaller. The
     greatest of these factors is made as small as so many compiles allow.
 
     Args:

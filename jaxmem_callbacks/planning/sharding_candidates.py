@@ -243,7 +243,7 @@ def _by_position(problem: Problem) -> Problem:
 
 
 def _anywhere(leaf: Any) -> Any:
-    """A real array of the state as a shape, for the plan to place: where it lies now is one device of this machine."""
+    """A real array of the state as a shape, for the plan to place: where it is now is one device of this machine."""
     return jax.ShapeDtypeStruct(leaf.shape, traced_dtype(leaf)) if isinstance(leaf, jax.Array | np.ndarray) else leaf
 
 
@@ -256,7 +256,7 @@ def is_divided(problem: Problem, traced: Traced, space: Space, mesh: Any) -> boo
 
     Raises:
         PlanError: arguments on fewer devices than the target has; a mesh or shardings to try where there is one device, or
-            where the arguments lie somewhere already.
+            where the arguments are somewhere already.
     """
     count = 1 if problem.target is None else problem.target.device_count
     if space.sharding is not None and problem.target is None:
@@ -265,7 +265,7 @@ def is_divided(problem: Problem, traced: Traced, space: Space, mesh: Any) -> boo
     if problem.target is not None and 1 < problem.device_count < count:
         fitting = of_so_many(problem.target, problem.device_count)
         msg = (
-            f"The arguments lie on {problem.device_count} devices, and the target {problem.target.name} has {count}. Name a "
+            f"The arguments are on {problem.device_count} devices, and the target {problem.target.name} has {count}. Name a "
             f"target of {problem.device_count} devices{f', such as {fitting!r}' if fitting else ''}; or give the arguments "
             f"without shardings and type mesh={json.dumps(default_axes(count))}."
         )
@@ -276,7 +276,7 @@ def is_divided(problem: Problem, traced: Traced, space: Space, mesh: Any) -> boo
         given = f"mesh={mesh!r}" if mesh is not None else f'search["sharding"]={_as_written(space.sharding or ())!r}'
         if placed:
             why = (
-                "the arguments carry shardings, which say where they lie. Leave it out, or give arguments without any."
+                "the arguments carry shardings, which say where they are. Leave it out, or give arguments without any."
             )
         elif problem.target is None and space.sharding is not None:
             why = "one is attached. Name a target of several, such as target='h100_sxm:8'; or leave it out."

@@ -77,7 +77,7 @@ def _primitive_names() -> frozenset[str]:
 
 @functools.lru_cache(maxsize=1)
 def _jitted_by_libraries(modules: int) -> frozenset[str]:  # noqa: ARG001 - asked again once more are imported
-    """The names of the jitted functions that lie in modules of libraries."""
+    """The names of the jitted functions that are in modules of libraries."""
     found: set[str] = set()
     for module_name, module in tuple(sys.modules.items()):
         if module_name.partition(".")[0] in _LIBRARIES:

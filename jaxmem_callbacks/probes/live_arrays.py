@@ -5,7 +5,7 @@ array are not counted beside it, but an array of one device that was asked for i
 it. Arrays alike in shape, dtype and sharding count as large as the first of them, also where their layouts differ. Backends: all;
 it sees no temporaries of programs. Cost: 0.1 to 8 milliseconds, so it runs on the monitor's own thread, never in a hook.
 
-Heap maps. Measured: where the buffers of arrays lie that are ready. Backends: CPU and GPU. Cost: about 10 microseconds an array.
+Heap maps. Measured: where the buffers of ready arrays are. Backends: CPU and GPU. Cost: about 10 microseconds an array.
 Two facts of the runtime decide how it is used. Asking an array for its address may wait until its memory is there, so only
 arrays that are ready are asked. And while an address is asked for, the runtime lends the buffer out: a step that donates it at
 that moment fails on a GPU, and copies it on a CPU. So this runs on the thread that calls the hook, and on no other.
@@ -150,7 +150,7 @@ def _drop_parts(alike: dict[Any, list[jax.Array]], spread: Collection[Any]) -> N
     """Leave out the arrays of one device that are parts of a spread one.
 
     Asking a sharded array for its shards (``addressable_shards``, ``np.asarray`` on jax 0.10) makes an array of each, which lives
-    as long as the whole one, and is listed beside it. It lies in the same memory and comes from the same call. Addresses
+    as long as the whole one, and is listed beside it. It is in the same memory and comes from the same call. Addresses
     would show it too, but not on this thread (the module's docstring has the reason).
 
     Args:

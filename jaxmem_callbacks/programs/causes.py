@@ -474,7 +474,7 @@ def _whole_values(traced: Traced, peak: Peak, least: int, again: Again) -> str:
     constraint = next((eqn for eqn, _ in growing if _lays_whole(eqn)), None)
     where = f"where it is made, at {largest.source}"
     if constraint is not None:
-        where = f"at {short_place(own_lines(constraint))}, which lays it whole"
+        where = f"at {short_place(own_lines(constraint))}, which places it whole"
     axis = repr(batch[0].value.sharding.spec[0])
     return (
         f"{largest.shape.partition('{')[0]} at {largest.source}{more}, {format_bytes(sum(each.bytes for each in whole))} at the "
@@ -519,7 +519,7 @@ def _lays_whole(eqn: Any) -> bool:
 
 
 def _mesh(leaves: Sequence[Leaf]) -> tuple[Any, str]:
-    """The mesh of several devices on which arrays of a call lie, and the path of one of them; None where there is none."""
+    """The mesh of several devices on which arrays of a call are, and the path of one of them; None where there is none."""
     for leaf in leaves:
         mesh = getattr(getattr(leaf.value, "sharding", None), "mesh", None)
         if mesh is not None and mesh.size > 1:

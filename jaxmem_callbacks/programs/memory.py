@@ -306,7 +306,7 @@ def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None,
         PolicyError: a remat policy on a step that takes no gradient through this library.
         TargetError: ``target`` is unknown, or its compiler is not installed.
         CompileError: the compiler failed, does not know a compiler option of your jit, or finds that the program does not fit
-            into a TPU; or the arguments lie on different devices.
+            into a TPU; or the arguments are on different devices.
     """
     require_function(step, "jm.step_memory")
     made = as_step(step)

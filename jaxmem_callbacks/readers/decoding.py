@@ -169,7 +169,7 @@ def _problem(errors: Sequence[ErrorDetails], data: Any, where: str, name: str) -
 
 
 def _place(steps: Sequence[int | str], data: Any, where: str) -> tuple[str, Any]:
-    """The path of an error and what lies there. Steps that the data does not have are names of a union's members."""
+    """The path of an error and what is there. Steps that the data does not have are names of a union's members."""
     for step in steps:
         if isinstance(data, list | tuple) and isinstance(step, int):
             where, data = f"{where}[{step}]", data[step]

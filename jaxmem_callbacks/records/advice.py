@@ -93,7 +93,7 @@ _DATA = (
     ),
 )
 
-# What a step donates, and where its state lies
+# What a step donates, and where its state is
 
 _DONATION = (
     Advice(
@@ -211,7 +211,7 @@ _DONATION = (
 _SHARDING = (
     Advice(
         key="devices.apart",
-        trigger="one argument of a step lies on one device, another on several",
+        trigger="one argument of a step is on one device, another on several",
         text="{argument} = jax.device_put({argument}, jax.NamedSharding({other}.sharding.mesh, jax.P()))",
         proof=Proof.COMPILED,
         tests=("tests/test_target_options.py::test_arguments_on_different_devices_are_placed_together",),
@@ -232,7 +232,7 @@ _SHARDING = (
     ),
     Advice(
         key="state_offload.place",
-        trigger="a policy has the optimizer's state on the host, and it lies on the device",
+        trigger="a policy has the optimizer's state on the host, and it is on the device",
         text="{names} = jm.place_state({step}, {names})",
         proof=Proof.TRAINED,
         tests=("tests/test_state_offload.py::test_a_state_on_the_device_is_moved_by_the_line_that_is_shown",),
@@ -550,7 +550,7 @@ _MEMORY = (
 _CALLS = (
     Advice(
         key="step.under",
-        trigger="a step needs more than there is, or what it returns lies whole on each device",
+        trigger="a step needs more than there is, or what it returns is whole on each device",
         text="jm.jit_step({step}, {policy})",
         proof=Proof.TRAINED,
         tests=("tests/test_advice_calls.py::test_a_step_is_put_under_the_policy_that_an_event_names",),
@@ -599,7 +599,7 @@ _CALLS = (
     ),
     Advice(
         key="sharding.put",
-        trigger="a state lies elsewhere than `state_shardings` asks",
+        trigger="a state is elsewhere than `state_shardings` asks",
         text="{state} = jax.device_put({state}, state_shardings)",
         proof=Proof.TRAINED,
         tests=("tests/test_advice_calls.py::test_a_state_is_put_where_it_is_pinned",),

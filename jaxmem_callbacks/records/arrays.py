@@ -16,7 +16,7 @@ class ArrayGroup:
         dtype: Such as ``float32``.
         placement: The partition spec such as ``P('fsdp', None)``; empty on a single device.
         devices: This process's devices that hold them, such as ``("gpu:0", "gpu:1")``.
-        spread: Number of devices that one array lies on, those of other processes included.
+        spread: Number of devices that one array is on, those of other processes included.
         replicated: Whether each of several devices holds the whole array.
         count: How many there are.
         bytes: Of all of them together, on one device.

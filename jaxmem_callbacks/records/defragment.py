@@ -1,4 +1,4 @@
-"""Moving arrays together: where buffers lie, which are to move and how, and what came of it. Addresses and bytes are ints."""
+"""Moving arrays together: where buffers are, which are to move and how, and what came of it. Addresses and bytes are ints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MoveKind = Literal["device", "host"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedBuffer:
-    """A buffer of one device and where it lies.
+    """A buffer of one device and where it is.
 
     Attributes:
         key: What it is known by.
@@ -38,7 +38,7 @@ class MoveStep:
         kind: ``device``: copied on the device, then let go of. ``host``: all of them copied to the host, let go of, and put back.
         keys: The buffers, in the order that they are put in.
         bytes: Of all of them together.
-        to: Where they are expected to lie afterwards, in the same order.
+        to: Where they are expected to be afterwards, in the same order.
     """
 
     kind: MoveKind

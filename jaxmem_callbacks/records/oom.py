@@ -113,7 +113,7 @@ class PoolDump:
 
     @property
     def fragmentation(self) -> float | None:
-        """The share of free memory that lies outside the largest free chunk; None where nothing is free."""
+        """The share of free memory that is outside the largest free chunk; None where nothing is free."""
         return (self.free_bytes - self.largest_free_bytes) / self.free_bytes if self.free_bytes else None
 
 
@@ -182,7 +182,7 @@ class Holder:
         type_text: Dtype and shape: ``float32[8,128]``; of several kinds together, ``several``.
         count: Arrays.
         bytes: All of them, on one device.
-        devices: Where they lie.
+        devices: Where they are.
         site: Where they were made, such as ``train.py:41 (train)``, or "unknown, because ...".
     """
 

@@ -99,7 +99,7 @@ class Buffer:
             temporaries alive at the peak; ``unplaced`` is what the compiler counts and has no place for in its plan.
         group: What it is to the step, one of `records.peaks.GROUPS`.
         unpadded_bytes: Bytes of its elements side by side, or None where the shape does not show it.
-        memory_space: ``device`` or, for what lies beside the peak, ``host`` or ``on-chip``.
+        memory_space: ``device`` or, for what is beside the peak, ``host`` or ``on-chip``.
         why: Why its group is ``unknown``, else None.
     """
 
@@ -265,7 +265,7 @@ class StepBlock:
     Attributes:
         first: Position in the flattened schedule where it begins to live; loop bodies stand there once.
         last: Position of its last use.
-        base: Where it lies: bytes below it, what is held throughout among them.
+        base: Where it is: bytes below it, what is held throughout among them.
         buffer: What it holds.
     """
 

@@ -66,7 +66,7 @@ KEPT = "jaxmem_kept"
 # The same for what waits in host memory, by the policy's own words for it.
 ON_HOST = {OFFLOAD_CUTS: "jaxmem_cut_on_host", OFFLOAD_KEPT: "jaxmem_kept_on_host"}
 
-# Where the state lies on a mesh: canonical spelling -> other words for it.
+# Where the state is on a mesh: canonical spelling -> other words for it.
 SHARDING_SYNONYMS: dict[str, tuple[str, ...]] = {
     "replicate": ("replicated", "ddp", "data_parallel"),
     "zero1": ("zero_1", "zero-1"),
@@ -335,13 +335,13 @@ class StepPolicy:
             comes behind them; or numbers by part of the loss, ``head`` or a scope such as ``mlp``. 1 computes all at once.
         donate: ``auto`` (every argument that the step returns updated), argument names, an empty tuple for none, or
             None where nothing was given (``jit_step`` then takes ``auto``).
-        sharding: Where the state lies on a mesh: ``replicate``, ``zero1`` (optimizer state sharded), ``fsdp`` (parameters
+        sharding: Where the state is on a mesh: ``replicate``, ``zero1`` (optimizer state sharded), ``fsdp`` (parameters
             too), ``fsdp_tensor``, or rules from logical axis names to mesh axes; None where nothing was given.
         compiler_options: Options of XLA's compiler, with the ``platform`` and the ``jax`` line that they are for, as a mapping:
             ``{"platform": "gpu", "jax": "0.12", "xla_gpu_...": False}``. `jm.jit_step` compiles with them, there and nowhere
             else. None for none.
         state_offload: What of the state waits in host memory and comes to the device for its update alone: ``optimizer`` for
-            the arrays of the optimizer's state. `jm.place_state` lays it there before the loop. None leaves all on the device.
+            the arrays of the optimizer's state. `jm.place_state` places it there before the loop. None leaves all on the device.
     """
 
     remat: str = "none"

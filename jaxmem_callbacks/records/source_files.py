@@ -32,12 +32,12 @@ def owner_of(file: str) -> Owner:
 
 
 def is_installed(file: str) -> bool:
-    """Whether a file lies in a folder that packages are installed into."""
+    """Whether a file is in a folder that packages are installed into."""
     return _installed_under(file) is not None
 
 
 def short_path(file: str) -> str:
-    """A path from the working folder, or from the package that it was installed with; whole where it lies elsewhere."""
+    """A path from the working folder, or from the package that it was installed with; whole where it is elsewhere."""
     path, installed = Path(file), _installed_under(file)
     if installed is not None:
         return str(path.relative_to(installed))

@@ -1,7 +1,7 @@
 """``jm.defragment``: a tree's arrays moved together, and a report.
 
-Moves are planned over the addresses of live arrays (``moving/compaction.py``) and carried out (``moving/mover.py``). Where arrays
-really come to lie is the allocator's choice, and is read back. The runtime's own ``defragment()`` is never called: it aborts
+Moves are planned over the addresses of live arrays (``moving/compaction.py``) and carried out (``moving/mover.py``). Where
+an array goes is the allocator's choice, and is read back. The runtime's own ``defragment()`` is never called: it aborts
 on today's GPU wheels.
 """
 
@@ -43,7 +43,7 @@ _NO_POOL = "this allocator keeps no pool, or reports none; the default one (BFC)
 
 
 def defragment(tree: _Tree, *, max_extra_bytes: int | str | None = None) -> tuple[_Tree, DefragmentReport]:
-    """Move a GPU's arrays together, so that its free memory lies in larger pieces. The tree that is given is consumed.
+    """Move a GPU's arrays together, so that its free memory is in larger pieces. The tree that is given is consumed.
 
         state, report = jm.defragment(state)
 
@@ -116,7 +116,7 @@ class DeviceMover:
         self._probe = AllocatorProbe([device])
 
     def buffers(self) -> list[PlacedBuffer]:
-        """The arrays that are here, movable unless they were moved for another device, and what else lies here."""
+        """The arrays that are here, movable unless they were moved for another device, and what else is here."""
         return placed_buffers(self._mover, self._device, self._moved_before)
 
     def free_bytes(self) -> int | None:
@@ -199,7 +199,7 @@ def _bound(given: int | str | None, mover: Mover) -> int:
 
 
 def placed_buffers(mover: Mover, device: Device, settled: Collection[str] = ()) -> list[PlacedBuffer]:
-    """What lies on a device: the tree's arrays, movable, and all others, fixed. None overlaps another.
+    """What is on a device: the tree's arrays, movable, and all others, fixed. None overlaps another.
 
     Args:
         mover: The tree.

@@ -198,7 +198,7 @@ def _steps() -> list[tuple[JitStep, Compilation]]:
 
 
 def _is_for(compilation: Compilation, leaves: Sequence[Leaf]) -> bool:
-    """Whether it was compiled for arrays of these shapes: of a dtype JAX may take another one, and they may lie elsewhere."""
+    """Whether it was compiled for arrays of these shapes: of a dtype JAX may take another one, and they may be elsewhere."""
     shapes = {path: text.partition(" ")[0].partition("[")[2] for path, text in compilation.signature}
     return all(shapes.get(leaf.path) == leaf.type_text.partition("[")[2] for leaf in leaves)
 

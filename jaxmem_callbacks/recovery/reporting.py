@@ -114,10 +114,10 @@ def on_the_cards(allocator: Sequence[Reading], probe: DriverProbe | None = None)
 
 
 _LISTED = 8
-_FAR = 2**38  # a GPU's pools lie farther apart than any GPU is large
+_FAR = 2**38  # a GPU's pools are farther apart than any GPU is large
 _NO_POOL = {
     "": "no device is known",
-    "cpu": "a CPU's arrays lie among the rest of the process's memory, so what is between them is no hole to fill",
+    "cpu": "a CPU's arrays are among the rest of the process's memory, so what is between them is no hole to fill",
     "tpu": "a TPU reports no addresses",
 }
 
@@ -139,7 +139,7 @@ def largest_holes(seen: Sequence[HeapMap | Unavailable]) -> tuple[tuple[Hole, ..
     if found:
         return tuple(found[:_LISTED]), ""
     reasons = [each.reason for each in seen if isinstance(each, Unavailable)]
-    return (), reasons[0] if reasons else "live arrays lie side by side"
+    return (), reasons[0] if reasons else "live arrays are side by side"
 
 
 def _holes(heap: HeapMap) -> Iterator[Hole]:
@@ -506,7 +506,7 @@ def remove_oldest(outdir: Path, *, process: int, keep: int) -> tuple[Path, ...]:
     """Remove the oldest reports of a process until no more than ``keep`` are there.
 
     Args:
-        outdir: Where they lie.
+        outdir: Where they are.
         process: Only reports of this index are counted and removed, so that no process removes another's.
         keep: How many stay.
 
@@ -546,7 +546,7 @@ def is_first(error: BaseException) -> bool:
         try:
             mark = weakref.ref(error)
         except TypeError:
-            # Python's own, such as MemoryError, of which the next one often lies in the same place and has the same words.
+            # Python's own, such as MemoryError, of which the next one often is in the same place and has the same words.
             first = _REPORTED_MARK not in vars(error)
             vars(error)[_REPORTED_MARK] = True
             return first

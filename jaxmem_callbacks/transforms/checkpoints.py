@@ -210,7 +210,7 @@ def require_offloaded(policy: StepPolicy, jaxpr: Any, keep: Callable[..., Any]) 
         keep: What its checkpoints keep, as JAX's policy.
 
     Raises:
-        PolicyError: the function has no loop that stores it, or the named value lies where nothing is cut.
+        PolicyError: the function has no loop that stores it, or the named value is where nothing is cut.
     """
     policy = named_by_the_loss(policy, jaxpr.eqns)
     if not policy.offload:
@@ -219,7 +219,7 @@ def require_offloaded(policy: StepPolicy, jaxpr: Any, keep: Callable[..., Any]) 
     for word in policy.offload:
         if word not in ON_HOST and word not in obeyed:
             msg = (
-                f"offload={policy.offload!r}: {word!r} lies where nothing is cut (the end of the loss, or a loop or checkpoint "
+                f"offload={policy.offload!r}: {word!r} is where nothing is cut (the end of the loss, or a loop or checkpoint "
                 "left as it is) or at a cut, so it would stay on the device. Leave it out of offload."
             )
             raise PolicyError(msg)
@@ -252,7 +252,7 @@ def _namings(eqns: Iterable[Any], *, own_checkpoints: bool = True) -> Iterator[A
 
 
 def _obeyed(eqns: Iterable[Any], keep: Callable[..., Any]) -> set[str]:
-    """Names inside checkpoints that have this policy, of values that these do not hand on: such lie on the device anyway."""
+    """Names inside checkpoints that have this policy, of values that these do not hand on: such are on the device anyway."""
     found: set[str] = set()
     for eqn in eqns:
         if eqn.primitive.name in CHECKPOINTS and eqn.params.get("policy") is keep:
@@ -460,7 +460,7 @@ def _divided(stacked: Any, left: int, *, first: bool) -> tuple[Any, Any]:
 
 def _in_place_of(eqn: Any, function: Any) -> list[Any] | None:
     """The equations of a function that computes what an equation does, with its variables; None where they cannot be had."""
-    # The types whole: where they lie on an explicit mesh and along which axes of a shard_map they vary is part of them.
+    # The types whole: where they are on an explicit mesh and along which axes of a shard_map they vary is part of them.
     with first_checkpoints():
         flat = flatten(jax.make_jaxpr(function)(*(atom.aval for atom in eqn.invars)))
     made = {var for one in flat.eqns for var in one.outvars}
@@ -484,7 +484,7 @@ def _in_place_of(eqn: Any, function: Any) -> list[Any] | None:
 def _with_source(one: Any, source: Any, depth: int) -> Any:
     """An equation of ours with the user's line and scope: the outer loop, the checkpoint in it or left over, the loop in that.
 
-    What lies deeper is the user's own body, which has its lines.
+    What is deeper is the user's own body, which has its lines.
     """
     params = dict(one.params)
     if depth and "jaxpr" in params:

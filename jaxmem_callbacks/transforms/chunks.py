@@ -131,7 +131,7 @@ class _Growth:
         """All of them.
 
         Raises:
-            NotAMapError: one of them works along the dimension, or needs what lies outside.
+            NotAMapError: one of them works along the dimension, or needs what is outside.
         """
         while self._todo:
             value = self._todo.pop()
@@ -184,14 +184,14 @@ class _Growth:
             self._todo.append(atom)
 
     def _close(self) -> None:
-        """Add what lies between two equations of the stretch."""
+        """Add what is between two equations of the stretch."""
         eqns = self._graph.eqns
         late = self._graph.behind(var for index in self.places for var in eqns[index].outvars)
         early = self._graph.before(var for index in self.places for var in variables(eqns[index].invars))
         for index in sorted(late & early - self.places.keys()):
             atoms = (*eqns[index].outvars, *variables(eqns[index].invars))
             if not any(self._known.get(atom) is not None for atom in atoms):
-                msg = f"`{eqns[index].primitive.name}` lies between and does not have the dimension"
+                msg = f"`{eqns[index].primitive.name}` is between and does not have the dimension"
                 raise NotAMapError(msg)
             self._add(index)
 

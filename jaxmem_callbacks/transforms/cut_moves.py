@@ -163,7 +163,7 @@ def _lowered(asked: _Question) -> Cuts:
 
 
 def _moves(cuts: Cuts, places: Sequence[int], forced: Collection[int], *, fixed: bool) -> Iterator[Cuts]:
-    """Cuts that differ by one: it lies elsewhere between its neighbours, or is made or left out if their number is not fixed."""
+    """Cuts that differ by one: it is moved between its neighbours, or made or left out if their number is not fixed."""
     for number, cut in enumerate(cuts):
         before, after = cuts[:number], cuts[number + 1 :]
         if cut not in forced:

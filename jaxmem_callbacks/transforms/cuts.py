@@ -152,7 +152,7 @@ def _worth_moving(eqn: Any) -> frozenset[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """What lies between two cuts.
+    """What is between two cuts.
 
     Attributes:
         segment: Its equations.
@@ -314,7 +314,7 @@ def _places(
 def _pieces(
     loss: LossProfile, bounds: Sequence[int], cheap: CheapValues, loops: Mapping[int, Loop], bare: Collection[int]
 ) -> list[Piece]:
-    """What lies between the cuts, ``bare`` where it begins at one of these; nothing is kept yet."""
+    """What is between the cuts, ``bare`` where it begins at one of these; nothing is kept yet."""
     eqns = loss.flat.eqns
     results = results_by_segment(eqns, loss.flat.outvars, bounds)
     stored = [*_stored_results(loss.flat, bounds), None]
@@ -517,9 +517,9 @@ def segment_peaks(profile: LiveBytesProfile, cuts: Sequence[int]) -> list[int]:
 
 
 def head_position(profile: LiveBytesProfile, cuts: Sequence[int]) -> int | None:
-    """Position of the last product, such as the logits, where the last segment's peak lies behind it; None elsewhere.
+    """Position of the last product, such as the logits, where the last segment's peak comes after it; None elsewhere.
 
-    It is so where differentiating what lies from there on takes more than the gradients between the last cut and there: what
+    It is so where differentiating the rest from there on takes more than the gradients between the last cut and there: what
     is held in between waits while that peak lasts, and is needed only afterwards.
 
     Args:
@@ -573,7 +573,7 @@ def _own_peaks(profile: LiveBytesProfile, places: np.ndarray) -> np.ndarray:
     peaks = np.zeros((len(places), len(places)), np.int64)
     for index, start in enumerate(places[:-1]):
         ends = places[index + 1 :]
-        own = maker >= start  # what lies before the segment is stored, and counted there
+        own = maker >= start  # what is before the segment is stored, and counted there
         held = np.cumsum(np.bincount(first[own] - start, size[own], length - start).astype(np.int64))
         most = np.maximum.accumulate(np.where(fused[start:], 0, held + gradients[start:length] + profile.made[start:]))
         handed = held[ends - start - 1] + np.where(ends < length, gradients[ends], 0)
@@ -583,7 +583,7 @@ def _own_peaks(profile: LiveBytesProfile, places: np.ndarray) -> np.ndarray:
 
 
 def _not_fused(profile: LiveBytesProfile) -> np.ndarray:
-    """Bytes that JAX keeps of what lies behind each position above those that fusions hold of it, int64[n + 1]."""
+    """Bytes that JAX keeps of what comes after each position above those that fusions hold of it, int64[n + 1]."""
     size, maker, _ = profile.held.T
     more = profile.residuals - np.bincount(maker, size, profile.length).astype(np.int64)
     return np.maximum(np.append(np.cumsum(more[::-1])[::-1], 0), 0)
@@ -616,9 +616,9 @@ class _Table:
         # making and ends within its life: a rectangle in (start, end), added at its corners and summed once.
         corners = np.zeros((count + 1, count + 1), np.int64)
         size, first, last, _ = profile.spans.T
-        start = np.searchsorted(places, first - 1, side="right")  # starts 0 .. start-1 lie at or before the making
+        start = np.searchsorted(places, first - 1, side="right")  # starts 0 .. start-1 are at or before the making
         begin = np.searchsorted(places, first, side="left")
-        end = np.searchsorted(places, last, side="right")  # ends begin .. end-1 lie within the life
+        end = np.searchsorted(places, last, side="right")  # ends begin .. end-1 are within the life
         alive = end > begin
         for row, sign_row in ((np.zeros_like(start), 1), (start, -1)):
             for column, sign in ((begin, 1), (end, -1)):
@@ -759,7 +759,7 @@ def steps_together(
 
 
 def sizes(length: int) -> list[int]:
-    """How many steps may share a checkpoint, ascending: divisors, which leave nothing over, and others where those lie apart."""
+    """How many steps may share a checkpoint, ascending: divisors, which leave nothing over, and others where those are sparse."""
     divisors = [part for part in range(1, length) if length % part == 0]
     # As many parts as of about that size, each as short as they may be: little is left over.
     between = (

@@ -60,7 +60,7 @@ def gathering_mesh(policy: StepPolicy) -> Any:
 
 
 def gathered_places(trees: Sequence[Any], policy: StepPolicy, mesh: Any) -> dict[int, PartitionSpec]:
-    """How each array of some trees, by its id, lies once it is gathered: whole, or split by what is for matrices alone.
+    """How each array of some trees, by its id, is placed once it is gathered: whole, or split by what is for matrices alone.
 
     Empty where the mesh has no places for them; `jm.jit_step` reports it.
     """
@@ -88,7 +88,7 @@ def gathering_loop(eqn: Any, weights: Weights, cheap: CheapValues, mesh: Any, *,
 
     Args:
         eqn: The scan.
-        weights: Variables that are differentiated arguments of the loss, and how they lie once they are gathered.
+        weights: Variables that are differentiated arguments of the loss, and how they are placed once they are gathered.
         cheap: What is a cheap function of arguments, such as weights cast to bf16.
         mesh: Over which they are divided.
         again: Whether each gather gets a checkpoint of its own, because none around it has the backward pass gather anew.
@@ -124,7 +124,7 @@ class Gathers:
 
     Attributes:
         mesh: Over which they are divided.
-        weights: Variables that are differentiated arguments, and how they lie once a loop has gathered them.
+        weights: Variables that are differentiated arguments, and how they are placed once a loop has gathered them.
     """
 
     mesh: Any
@@ -140,7 +140,7 @@ class Gathers:
 
 
 def _gathered(var: Any, weights: Weights, cheap: CheapValues) -> PartitionSpec | None:
-    """How a weight, or what is made of weights alone, lies once it is gathered; None where it is neither, or who knows how."""
+    """How a weight, or what is made of weights alone, is placed once it is gathered; None where it is neither, or unknown."""
     if var in weights:
         return weights[var]
     made_of = cheap.origins.get(var, frozenset())
@@ -177,14 +177,14 @@ def _with_gathers(eqns: Sequence[Any], sliced: Places) -> list[Any]:
 def _with_gathers_again(flat: Equations, sliced: Places) -> list[Any]:
     """The equations with each slice gathered by the products that use it, each under a checkpoint with its gathers.
 
-    The derivative of a product then keeps the slice as it lies, and gathers it once more; so does a checkpoint of the user's.
-    What else uses a matrix, such as a table that is looked up, finds it as it lies. Vectors are gathered once, and kept.
+    The derivative of a product then keeps the slice as it is placed, and gathers it again; so does a checkpoint of the user's.
+    What else uses a matrix, such as a table that is looked up, finds it as it is placed. Vectors are gathered once, and kept.
     """
     template = checkpoint_template(None, prevent_cse=False)
     matrices = {var: place for var, place in sliced.items() if len(var.aval.shape) > 1}
     vectors = {var: place for var, place in sliced.items() if var not in matrices}
     makers: dict[Any, list[Any]] = {var: [] for var in matrices}  # a slice or a view of one -> the equations in between
-    inside = dict(matrices)  # what a checkpoint of the user's gathers: how a view lies is known where it is whole
+    inside = dict(matrices)  # what a user's checkpoint gathers: a view's placement is known where that is whole
     found: list[Any] = []
     for eqn in _with_gathers(flat.eqns, vectors):
         operands = variables(eqn.invars)

@@ -280,7 +280,7 @@ def apply_policy(
     if active.policy.state_offload is not None:
         msg = (
             f"jm.apply_policy makes a function that is not jitted, and state_offload={active.policy.state_offload!r} says where "
-            f"the arguments of a jit lie. Use jm.jit_step in its place, around {name_of(train_step)} or what calls it outermost."
+            f"the arguments of a jit are. Use jm.jit_step in its place, around {name_of(train_step)} or what calls it outermost."
         )
         raise PolicyError(msg)
 

@@ -342,7 +342,7 @@ def value_uses(eqns: Sequence[Any], resident: Collection[Any]) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveBytesProfile:
-    """Bytes along a list of n equations; a position p lies before equation p, and n is the end.
+    """Bytes along a list of n equations; a position p is before equation p, and n is the end.
 
     Attributes:
         spans: int64[values, 4]: bytes, first and last position at which a value that must be stored is alive, and the last

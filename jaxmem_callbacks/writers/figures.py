@@ -24,7 +24,7 @@ _COLOURS = (
 )
 _HOLE_COLOUR, _BREAK_COLOUR = "#e4e4e4", "#ffffff"
 _LONGEST = 22
-_FAR = 2**38  # a GPU's pools lie farther apart than any GPU is large
+_FAR = 2**38  # a GPU's pools are farther apart than any GPU is large
 
 
 def draw_heap(heap: HeapMap) -> Picture | None:

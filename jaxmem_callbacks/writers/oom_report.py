@@ -191,7 +191,7 @@ def _holders(report: OomReport) -> Section:
 
 
 def _on_the_cards(report: OomReport) -> Iterator[str]:
-    """What lies on each GPU beside JAX's pool, as its driver counts it."""
+    """What is on each GPU beside JAX's pool, as its driver counts it."""
     for card in report.on_the_cards:
         pool = "" if card.pool_bytes is None else f"; JAX's pool is {format_bytes(card.pool_bytes)} of it"
         yield f"On {card.device} the driver counts {format_bytes(card.used_bytes)} as taken{pool}."

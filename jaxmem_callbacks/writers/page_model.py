@@ -338,7 +338,7 @@ def _candidate(each: Candidate, record: PlanRecord) -> dict[str, Any]:
 
 
 def _heap(heap: HeapMap) -> dict[str, Any]:
-    """Stretches of addresses by kind of array, in regions that lie far apart; small neighbours are joined."""
+    """Stretches of addresses by kind of array, in regions that are far apart; small neighbours are joined."""
     layout = layout_of(heap.buffers)
     whole = sum(region[-1].end - region[0].begin for region in layout.regions)
     least = whole // _REGION_STRETCHES

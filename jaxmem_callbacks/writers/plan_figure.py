@@ -38,7 +38,7 @@ class Box(NamedTuple):
         return not (apart_x or self.top <= other.bottom or other.top <= self.bottom)
 
     def within(self, other: Box) -> bool:
-        """Whether no part of it lies outside the other."""
+        """Whether no part of it is outside the other."""
         inside_x = self.left >= other.left and self.right <= other.right
         return inside_x and self.bottom >= other.bottom and self.top <= other.top
 
@@ -89,7 +89,7 @@ def _around(point: tuple[float, float], size: tuple[float, float]) -> Iterator[t
         for turn in range(_DIRECTIONS):
             angle = 2 * math.pi * turn / _DIRECTIONS + math.pi / 4
             along, up = math.cos(angle), math.sin(angle)
-            # The side of the box that looks at the point lies as far away from it as asked for.
+            # The side of the box that looks at the point is as far away from it as asked for.
             left = x + along * (distance + _MARKER) + (along - 1) / 2 * width
             bottom = y + up * (distance + _MARKER) + (up - 1) / 2 * height
             yield distance, Box(left, bottom, left + width, bottom + height)
@@ -250,7 +250,7 @@ def _name_axes(figure: Any, axes: Any, record: PlanRecord, shown: Sequence[Candi
 
 
 def _legend(record: PlanRecord, shown: Sequence[Candidate]) -> list[Any]:
-    """What the marks mean, of those that are there; limits show their bytes, also where they lie outside the picture."""
+    """What the marks mean, of those that are there; limits show their bytes, also where they are outside the picture."""
     from matplotlib.lines import Line2D
 
     def entry(label: str, colour: str, **style: Any) -> Any:

@@ -47,7 +47,7 @@ def plan_page(record: PlanRecord, frontier: Collection[Candidate], *, step: int,
 
 
 def plan_scalars(record: PlanRecord) -> dict[str, float]:
-    """Tag -> GiB on one device: the budget, and what the chosen step was planned to need, to lie beside what is compiled."""
+    """Tag -> GiB on one device: the budget, and what the chosen step was planned to need, to compare with what is compiled."""
     needs, budget = record.candidates[record.chosen].step_bytes, record.budget_bytes
     found = {} if needs is None else {_planned_tag(record): needs / GIB}
     return found if budget is None else {**found, BUDGET: budget / GIB}

@@ -363,7 +363,7 @@ class BufferClassifier:
         return replace(value, name=name, index=index)
 
     def classify(self, value: Value) -> tuple[str, str | None]:
-        """The group of the buffer that a value lies in, and why where it is unknown."""
+        """The group of the buffer that a value is in, and why where it is unknown."""
         if value.shape.startswith("("):
             return TEMPORARIES, None  # a table of addresses
         held = self.content(value)
@@ -482,7 +482,7 @@ def compiled_with_peak(lowered: Any, arguments: Arguments | None = None) -> tupl
 
 
 def read_peak(folder: pathlib.Path, platform: str, arguments: Arguments | None = None) -> Peak:
-    """What makes the peak of the program whose dumps lie in ``folder``.
+    """What makes the peak of the program whose dumps are in ``folder``.
 
     Args:
         folder: Where a compile with `dump_options` wrote.
@@ -658,14 +658,14 @@ class _Reader:
         return None
 
     def _holder(self, allocation: Allocation) -> Value | None:
-        """The value that an argument's or a constant's memory is for; in that of a donated argument others lie too."""
+        """The value that an argument's or a constant's memory is for; in that of a donated argument others are too."""
         own = self.module.parameters.get((self.module.entry or "", allocation.parameter or 0))
         filling = [value for value in allocation.values if value.bytes == allocation.bytes]
         arguments = [value for value in filling if allocation.kind == "argument" and value.name == own]
         return next(iter(arguments or filling or allocation.values), None)
 
     def _result(self, allocation: Allocation) -> tuple[Value | None, str]:
-        """What lies at the position in memory that is kept for a result, which may be lent to others until then."""
+        """What is at the position in memory that is kept for a result, which may be lent to others until then."""
         whole = [value for value in allocation.values if value.bytes == allocation.bytes]
         lent = [value for value in whole if value.first is not None and _lives(value, self.position)]
         for value in lent:
@@ -679,7 +679,7 @@ class _Reader:
         """One buffer, described by the value alive in it that is most informative."""
         alive = [value for value in values if _lives(value, self.position)]
         ranked = max(reversed([self._ranked(value) for value in alive]), key=lambda ranked: ranked[0])
-        if not ranked[0][1]:  # nothing but a loop's beginning: what the loop makes of it lies in the same place
+        if not ranked[0][1]:  # nothing but a loop's beginning: what the loop makes of it is in the same place
             return self.described(size, _same_buffer(values, self.position))
         return self._described(size, ranked)
 

@@ -31,7 +31,7 @@ def element_count(shape: str) -> int:
 
 
 def unpadded_bytes(shape: str) -> int | None:
-    """Bytes of all arrays in a shape as if their elements lay side by side; None where a dtype is unknown."""
+    """Bytes of all arrays in a shape as if their elements were side by side; None where a dtype is unknown."""
     total = 0
     arrays = _ARRAY.findall(shape)
     for kind, bits, sizes in arrays:
@@ -43,7 +43,7 @@ def unpadded_bytes(shape: str) -> int | None:
 
 
 def padded_bytes(shape: str) -> int:
-    """Bytes of all arrays in a shape as they lie in memory, in tiles where the layout has them; 0 for an unknown dtype."""
+    """Bytes of all arrays in a shape as they are in memory, in tiles where the layout has them; 0 for an unknown dtype."""
     total = 0
     for found in _ARRAY.finditer(shape):
         layout = _LAYOUT.match(shape, found.end())

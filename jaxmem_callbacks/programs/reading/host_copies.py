@@ -23,7 +23,7 @@ class HostCopies:
     """What waits on the host, and the most of it that a program has on the device at one moment.
 
     Attributes:
-        waiting_bytes: Bytes of the arguments that lie in host memory.
+        waiting_bytes: Bytes of the arguments that are in host memory.
         arrays: How many they are.
         at_once_bytes: The most bytes of their copies and updates that are on the device at one moment.
         at_once: How many arrays that are.
@@ -42,7 +42,7 @@ class HostCopies:
     def words(self) -> str:
         """A sentence on the schedule."""
         if not self.at_once:
-            return "The compiled program reads and writes them where they lie."
+            return "The compiled program reads and writes them where they are."
         return (
             f"The compiled schedule has {format_bytes(self.at_once_bytes)} of them on the device at once: at instruction "
             f"{self.moment:,} of {self.length:,}, {self.at_once} arrays have come for their update or are on their way back."
@@ -50,7 +50,7 @@ class HostCopies:
 
 
 def host_copies(module: Module) -> HostCopies | None:
-    """The host's part of a program's arguments and its way to the device; None where all of them lie on the device.
+    """The host's part of a program's arguments and its way to the device; None where all of them are on the device.
 
     Args:
         module: The program, its instructions in the order in which they run.

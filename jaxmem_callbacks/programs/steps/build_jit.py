@@ -50,7 +50,7 @@ class JitOptions:
         donate: Argument names, ``()`` for none; ``auto`` or None to infer.
         state_shardings: What the state is pinned to, or None.
         policy: Its sharding, where it has one, is the place of all that is updated.
-        pins: Where arguments must lie, decided at the first call.
+        pins: Where arguments must be, decided at the first call.
         pinned_like: What the pinned arguments were like then: for others the pins are decided anew.
         static: Arguments found to be static so far.
         donated: Arguments that are donated.
@@ -102,7 +102,7 @@ class JitOptions:
         """Hold the arguments of the user's own jit against the policy's sharding.
 
         Raises:
-            PolicyError: there is no mesh, or the state lies elsewhere.
+            PolicyError: there is no mesh, or the state is elsewhere.
         """
         if self.policy.sharding is not None:
             pin(step, self, arguments, results)
@@ -141,7 +141,7 @@ def build_jit(
 
     Raises:
         DonationError: ``donate_argnames`` has a name that is no argument.
-        PolicyError: the state lies elsewhere than ``state_shardings`` or the policy's sharding requires.
+        PolicyError: the state is elsewhere than ``state_shardings`` or the policy's sharding requires.
         TypeError: a value that is no array sits inside a tree of arrays.
     """
     arguments = named_arguments(function, args, kwargs)
@@ -168,7 +168,7 @@ def build_jit(
 
 
 def require_pinned(arguments: Sequence[tuple[str, Any]], jit_options: JitOptions, function: Callable[..., Any]) -> bool:
-    """Refuse a state that lies elsewhere than it is pinned to; whether the pins are those for a state like this one.
+    """Refuse a state that is not where it is pinned; whether the pins are those for a state like this one.
 
     Raises:
         PolicyError: with the line that moves it.
@@ -187,7 +187,7 @@ def require_pinned(arguments: Sequence[tuple[str, Any]], jit_options: JitOptions
 def host_pins(
     function: Callable[..., Any], jit_options: JitOptions, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[Pin, ...]:
-    """Where a policy has the optimizer's state of a call, wherever it lies now.
+    """Where a policy has the optimizer's state of a call, wherever it is now.
 
     Raises:
         PolicyError: the step holds no such state that can be moved.
@@ -207,10 +207,10 @@ def pin(
     results: Any,
     leaves: Sequence[Leaf] | None = None,
 ) -> None:
-    """Decide where the state must lie, and refuse one that does not.
+    """Decide where the state must be, and refuse one that is elsewhere.
 
     Raises:
-        PolicyError: there is no mesh, or the state lies elsewhere. The message has the line to type.
+        PolicyError: there is no mesh, or the state is elsewhere. The message has the line to type.
     """
     pins = _pins(function, jit_options, traced, results, leaves)
     jit_options.pins, jit_options.pinned_like = tuple(pins), _likeness(traced, pins)
@@ -224,7 +224,7 @@ def _pins(
     results: Any,
     leaves: Sequence[Leaf] | None,
 ) -> list[Pin]:
-    """Where the state must lie, by the user's word and by the policy."""
+    """Where the state must be, by the user's word and by the policy."""
     updated = updated_arguments(traced, results)
     own = None
     if jit_options.state_shardings is not None:

@@ -465,14 +465,14 @@ def replicated(leaves: Sequence[Leaf], policy: StepPolicy) -> tuple[str, ...]:
     ]
     whole.sort(key=lambda leaf: leaf.bytes_here, reverse=True)
     warnings = [
-        f"{leaf.path} ({leaf.type_text}, {format_bytes(leaf.bytes_here)}) lies whole on each of {_copies(leaf.value)} devices, "
+        f"{leaf.path} ({leaf.type_text}, {format_bytes(leaf.bytes_here)}) is whole on each of {_copies(leaf.value)} devices, "
         f"though sharding={policy.sharding!r}: no dimension of it divides by the mesh, or it was put there so."
         for leaf in whole[:_NAMED]
     ]
     rest = whole[_NAMED:]
     if rest:
         warnings.append(
-            f"{len(rest)} more arrays of {format_bytes(sum(leaf.bytes_here for leaf in rest))} lie whole on each device."
+            f"{len(rest)} more arrays of {format_bytes(sum(leaf.bytes_here for leaf in rest))} are whole on each device."
         )
     return tuple(warnings)
 
@@ -483,7 +483,7 @@ def _sharding(value: Any) -> Any:
 
 
 def _copies(value: Any) -> int:
-    """On how many devices an array lies whole; 1 where it is split or lies nowhere yet."""
+    """On how many devices an array is whole; 1 where it is split or is nowhere yet."""
     sharding = _sharding(value)
     return sharding.num_devices if sharding is not None and sharding.is_fully_replicated else 1
 

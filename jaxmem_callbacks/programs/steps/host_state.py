@@ -1,4 +1,4 @@
-"""Optimizer state in host memory: where it lies between steps, and how it comes to the device for its update."""
+"""Optimizer state in host memory: where it is between steps, and how it comes to the device for its update."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from jaxmem_callbacks.transforms.frameworks import framework_of
 
 
 def fetching(function: Callable[..., Any], pins: Sequence[Pin] = ()) -> Callable[..., Any]:
-    """The step, with each array that lies on the host copied to the device where it is used, and its update copied back.
+    """The step, with each array that is on the host copied to the device where it is used, and its update copied back.
 
     Args:
         function: The user's step; it computes with arrays on the device alone.
-        pins: Where arguments lie and their updates go; what JAX shows to lie on the host comes from there without one.
+        pins: Where arguments are and their updates go; what JAX shows to be on the host comes from there without one.
     """
 
     @functools.wraps(function)
@@ -83,7 +83,7 @@ def pins_on_host(
     pins: Sequence[Pin],
     step: Callable[..., Any],
 ) -> list[Pin]:
-    """The pins of a step whose optimizer state lies on the host; an array of no dimension stays on the device.
+    """The pins of a step whose optimizer state is on the host; an array of no dimension stays on the device.
 
     Args:
         arguments: The traced arguments with names.
@@ -110,10 +110,10 @@ def pins_on_host(
             )
             raise PolicyError(msg)
         before, tree = others.pop(argument, None), jax.tree.structure(value)
-        lies = [getattr(leaf.value, "sharding", None) for leaf in own]
+        placed = [getattr(leaf.value, "sharding", None) for leaf in own]
         required: list[Any] = [None] * len(own) if before is None else _each(before.shardings, tree)
         shardings = [
-            _on_host(place or now) if goes else place for goes, place, now in zip(moved, required, lies, strict=True)
+            _on_host(place or now) if goes else place for goes, place, now in zip(moved, required, placed, strict=True)
         ]
         made.append(
             Pin(
@@ -136,13 +136,13 @@ def pins_on_host(
 
 
 def _on_host(place: Any) -> Sharding:
-    """The same place in host memory; of what lies nowhere yet, that of the device on which JAX puts it."""
+    """The same place in host memory; of what is nowhere yet, that of the device on which JAX puts it."""
     known = place if isinstance(place, Sharding) else SingleDeviceSharding(jax.devices()[0])
     return known.with_memory_kind(PINNED_HOST)
 
 
 def _move(arguments: Sequence[tuple[str, Any]], step: Callable[..., Any]) -> str:
-    """The line that lays the state of a call on the host."""
+    """The line that places the state of a call on the host."""
     written = written_arguments(step)
     names = ", ".join(written.get(name, name) for name, _ in arguments)
     names += "," if len(arguments) == 1 else ""

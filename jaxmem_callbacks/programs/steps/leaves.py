@@ -137,7 +137,7 @@ class Leaf:
 
     @property
     def bytes_here(self) -> int:
-        """Bytes of it on one device, where it lies."""
+        """Bytes of it on one device, where it is."""
         return self.bytes_under(getattr(self.value, "sharding", None))
 
 

@@ -21,7 +21,7 @@ from jaxmem_callbacks.transforms.sharding.infer import infer_shardings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pin:
-    """Where one argument must lie, and its update too.
+    """Where one argument must be, and its update too.
 
     Attributes:
         argument: Its name.
@@ -81,7 +81,7 @@ def pin_of_state(
 
 
 def require_placed(pin: Pin, value: Any) -> None:
-    """Refuse a state that lies elsewhere than pinned.
+    """Refuse a state that is elsewhere than pinned.
 
     Raises:
         PolicyError: with the first array that does, and the `jax.device_put` line to type.
@@ -90,14 +90,14 @@ def require_placed(pin: Pin, value: Any) -> None:
         if required is None or _lies(leaf, required):
             continue
         msg = (
-            f"{pin.argument}{jax.tree_util.keystr(path)} lies as {leaf.sharding}, expected {required} as "
+            f"{pin.argument}{jax.tree_util.keystr(path)} is placed as {leaf.sharding}, expected {required} as "
             f"{pin.required_by} requires. It is never moved silently. Move it once, before the loop:\n    {pin.move}"
         )
         raise PolicyError(msg)
 
 
 def _lies(leaf: Any, required: jax.sharding.Sharding) -> bool:
-    """Whether an array lies as required, or lies nowhere: a number, a shape, or a single element that is bound to no device."""
+    """Whether an array is placed as required, or nowhere: a number, a shape, or a single element that is bound to no device."""
     if isinstance(leaf, Tracer):
         return True
     placed = getattr(leaf, "sharding", None)
@@ -190,7 +190,7 @@ def as_placed(leaves: Sequence[Leaf], shardings: Sequence[jax.sharding.Sharding 
 
 
 def _is_bound(value: Any) -> bool:
-    """Whether JAX takes an array where it lies."""
+    """Whether JAX takes an array where it is."""
     return value.committed if isinstance(value, jax.Array) else getattr(value, "sharding", None) is not None
 
 
@@ -273,7 +273,7 @@ def _mesh(policy: StepPolicy, own: Pin | None, step: str) -> Any:
 
 
 def _move(policy: StepPolicy, state: Sequence[tuple[str, Any]], own: Pin | None, step: Any) -> str:
-    """The line that lays a state as a policy requires, in the names of the user's own call."""
+    """The line that places a state as a policy requires, in the names of the user's own call."""
     written = written_arguments(step)
     names = ", ".join(written.get(argument, argument) for argument, _ in state)
     whole = f"({names})" if len(state) > 1 else names
@@ -333,7 +333,7 @@ def _require_effect(policy: StepPolicy, mesh: Any, shardings: Any, own: Pin | No
     if own is not None and not any(_is_split(sharding) for sharding in _shardings(own.shardings)):
         msg = (
             f"sharding={policy.sharding!r} and state_shardings contradict each other: the policy splits the state, and "
-            "state_shardings keeps every array whole. Leave state_shardings out, and the policy decides where the state lies; or "
+            "state_shardings keeps every array whole. Leave state_shardings out, and the policy decides where the state is; or "
             "drop sharding from the policy."
         )
         raise PolicyError(msg)

@@ -337,5 +337,5 @@ def _copied(leaves: Sequence[Leaf], uses: Sequence[LeafUse]) -> list[LeafUse]:
 
 
 def _was_in_place(value: object, use: LeafUse) -> bool:
-    """Whether an array lay where the program wants it: one without a place of its own is moved there, once."""
+    """Whether an array was where the program wants it: one without a place of its own is moved there, once."""
     return isinstance(value, jax.Array) and (value.committed or not use.placement)

@@ -100,7 +100,7 @@ def jit_step(
             are both: the preset is taken, which has that sharding and nothing else.
         donate_argnames: Arguments whose memory the results take over. None: those of the policy, and where that has
             none, every argument that the step returns updated (`programs.steps.donation` has the rule). ``()``: none.
-        state_shardings: One `NamedSharding` per array of the state (or one for all): the state must lie so, stays so,
+        state_shardings: One `NamedSharding` per array of the state (or one for all): the state must be so, and stays so,
             and is never moved silently. A policy with a sharding pins every argument that is returned
             updated, on the mesh of ``state_shardings`` or else of `jax.set_mesh`; for one argument this word wins.
         gradients: ``own``: the policy acts on gradients by ``jm.value_and_grad``, ``jm.grad`` and ``jm.nnx.value_and_grad``.
@@ -239,7 +239,7 @@ class JitStep(Generic[_Arguments, _Results]):
             if require_pinned(
                 named_arguments(self.__wrapped__, taken_args, taken_kwargs), self._jit_options, self.__wrapped__
             ):
-                raise  # else a state of other shapes, which lies elsewhere: it is made anew
+                raise  # else a state of other shapes, which is elsewhere: it is made anew
         else:
             if compiles.count != before:
                 self._after_compile(args, kwargs)
@@ -482,7 +482,7 @@ class JitStep(Generic[_Arguments, _Results]):
         if self.policy.state_offload is not None:
             msg = (
                 f"{self.name} has state_offload={self.policy.state_offload!r} and is called inside another jit or "
-                "transformation, whose arguments lie where the outermost jit has them. Give the policy to jm.jit_step around the "
+                "transformation, whose arguments are where the outermost jit has them. Give the policy to jm.jit_step around the "
                 "outermost function, or leave state_offload out."
             )
             raise PolicyError(msg)

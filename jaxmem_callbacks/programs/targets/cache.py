@@ -122,7 +122,7 @@ _DUMP_ENDINGS = (".txt", "-buffer-assignment.txt", "-live-range.txt")
 # Variables of the worker that its compiler reads.
 _READ_BY_COMPILERS = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "TF_XLA_", "NVIDIA_TF32_OVERRIDE")
 _NAMES_FILES = re.compile(r"xla_dump|--\w*(?:file|path|dir|_from|_to)(?:_\w*)?=|=\S*/")
-_TOOLS = re.compile(r"--xla_gpu_cuda_data_dir=\S+")  # where CUDA's tools lie, which come with the versions
+_TOOLS = re.compile(r"--xla_gpu_cuda_data_dir=\S+")  # where CUDA's tools are, which come with the versions
 # Modules of reading/ whose code makes figures of an answer.
 _FIGURES_IN = ("buffer_assignment",)
 # What an entry that is truncated, foreign or made by other code raises when it is read.
@@ -166,7 +166,7 @@ def cache_entry(
         environment: The worker's environment.
 
     Returns:
-        The entry, which need not exist; None where nothing is to be kept: the cache is off, or the user's flags lie in a
+        The entry, which need not exist; None where nothing is to be kept: the cache is off, or the user's flags are in a
         file or ask the compiler for files of its own.
     """
     folder = cache_folder()
@@ -240,7 +240,7 @@ class Entry:
         return None
 
     def keep(self, place: pathlib.Path, *, want_buffers: bool) -> None:
-        """Keep the answer that lies in a compile's folder. A folder that cannot be written is no error."""
+        """Keep the answer that is in a compile's folder. A folder that cannot be written is no error."""
         try:
             self._write(place, want_buffers=want_buffers)
             _prune(self.folder, self.limit_bytes)
@@ -343,7 +343,7 @@ def _prune(folder: pathlib.Path, limit_bytes: int) -> None:
 
 
 def _wants_a_real_compile(options: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
-    """Whether flags have the compiler write or read files, or lie in one: no key can know their contents."""
+    """Whether flags have the compiler write or read files, or are in one: no key can know their contents."""
     flags = environment.get("XLA_FLAGS", "").strip()
     texts = [
         flags,

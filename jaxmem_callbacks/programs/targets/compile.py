@@ -94,14 +94,14 @@ def refuse_unknown_option(title: str, words: str) -> None:
 
 
 def refuse_devices_apart(name: str, words: str) -> None:
-    """Refuse a call whose arguments lie on different devices.
+    """Refuse a call whose arguments are on different devices.
 
     Args:
         name: The step.
         words: JAX's own.
 
     Raises:
-        CompileError: which argument lies where, and what to write.
+        CompileError: which argument is where, and what to write.
     """
     if "incompatible devices" not in words:
         return

@@ -182,7 +182,7 @@ def require_compiler(platform: str, target: str, path: Sequence[str] | None = No
 
 
 def _how_to_replace(platform: str) -> str:
-    """What lies beside JAX is found first, whatever the folder holds."""
+    """What is beside JAX is found first, whatever the folder holds."""
     return _beside_jax(platform) if compiler_versions(platform, sys.path) else _into_folder(platform)
 
 

@@ -193,7 +193,7 @@ def compiling_here(name: str, *, traces: bool = False) -> Generator[None]:
         if traces and _is_of_step(error):
             raise
         why = (
-            "Expected arguments that lie as its jit says. Find in the words below which one does not, and lay it so; "
+            "Expected arguments placed as its jit says. Find in the words below which one is not, and place it so; "
             if isinstance(error, ValueError)
             else "Expected operations that these devices have. Find in the words below which one they do not, and leave it out "
             "or replace it; "

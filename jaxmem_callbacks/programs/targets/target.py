@@ -238,7 +238,7 @@ def roomier(target: Target) -> Target | None:
         target: Any target.
 
     Returns:
-        None for what is no TPU, has as much memory itself, or lies in a shape that the other kind has not.
+        None for what is no TPU, has as much memory itself, or is in a shape that the other kind has not.
     """
     if target.platform != "tpu" or (target.memory_bytes or 0) >= _TPUS[_ROOMIEST].memory_gib * GIB * _MUCH_LESS:
         return None

@@ -91,7 +91,7 @@ def worker_environment(accelerator_type: str) -> dict[str, str]:
 def run_worker(
     folder: pathlib.Path, *, name: str, accelerator_type: str, timeout_s: float, remark: str = ""
 ) -> dict[str, Any]:
-    """Let a worker answer the request that lies in ``folder``.
+    """Let a worker answer the request that is in ``folder``.
 
     Args:
         folder: Holds ``request.json`` and ``program.bin``; the answer's files are put there.
@@ -210,7 +210,7 @@ def _crash(code: int) -> str:
     if number is signal.SIGKILL:
         why = "This library did not end it; a system that runs out of memory does. Close other programs, or"
     else:
-        why = "The fault lies in the compiler. Install another version of it as in docs/targets.md, or"
+        why = "The fault is in the compiler. Install another version of it as in docs/targets.md, or"
     return f"(signal {number.name}), {unharmed} {why} {_SMALLER}."
 
 

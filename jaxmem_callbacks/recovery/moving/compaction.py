@@ -122,7 +122,7 @@ def plan_moves(buffers: Sequence[PlacedBuffer], *, extra_bytes: int, tail_bytes:
     """Plan the moves of one device.
 
     Args:
-        buffers: What lies there, movable or not; what lies between is taken for free. They do not overlap.
+        buffers: What is there, movable or not; what is between is taken for free. They do not overlap.
         extra_bytes: The most that one step may take besides: a copy on the device, or what stands on the host.
         tail_bytes: Free memory behind the highest buffer.
     """
@@ -172,7 +172,7 @@ def _on_device(pool: PlannedPool, sizes: dict[int, int], movable: set[int]) -> I
 
 
 def _staged(pool: PlannedPool, sizes: dict[int, int], stageable: set[int], extra_bytes: int) -> Iterator[MoveStep]:
-    """What lies above a hole, taken out together and put back, largest first. Each that is yielded is done."""
+    """What is above a hole, taken out together and put back, largest first. Each that is yielded is done."""
     for start, _ in pool.holes():
         run = _run(pool, start, sizes, stageable, extra_bytes)
         for keys in dict.fromkeys((run, run[:1])):
@@ -237,10 +237,10 @@ class BufferMover(Protocol):
 
 
 def keep_copy(*, new: int | None, old: int | None, expected: int, before: int | None, now: int | None) -> bool:
-    """Whether a copy is to stay and the old buffer to go: it lies lower, and took no part of the largest hole.
+    """Whether a copy is to stay and the old buffer to go: it is lower, and took no part of the largest hole.
 
     Args:
-        new: Where the copy lies.
+        new: Where the copy is.
         old: Where the old one does.
         expected: Where it was expected; where the allocator does not report its largest free block, only a copy there stays.
         before: The largest free block without the copy, or None.
@@ -252,7 +252,7 @@ def keep_copy(*, new: int | None, old: int | None, expected: int, before: int | 
 
 
 def compact(mover: BufferMover, *, extra_bytes: int) -> tuple[Mapping[int, str], int]:
-    """Plan and move, and plan again where a buffer came to lie elsewhere: first on the device, then through the host.
+    """Plan and move, and plan again where a buffer was put elsewhere: first on the device, then through the host.
 
     Args:
         mover: Moves the buffers.
@@ -292,7 +292,7 @@ def compact(mover: BufferMover, *, extra_bytes: int) -> tuple[Mapping[int, str],
 
 
 def _plan(mover: BufferMover, taken: list[PlacedBuffer], extra_bytes: int, buffers: list[PlacedBuffer]) -> MovePlan:
-    """A plan of what lies there now, around what is taken."""
+    """A plan of what is there now, around what is taken."""
     if not buffers:
         return plan_moves((), extra_bytes=extra_bytes)
     low = min(each.address for each in buffers)

@@ -78,7 +78,7 @@ class Staged:
 
     Attributes:
         shape: Of the whole array.
-        sharding: Where it lay.
+        sharding: Where it was.
         layout: How each part was laid out.
         committed: Whether the user chose its devices.
         impl: Of a key array, the generator; else None.
@@ -151,7 +151,7 @@ def staged(array: jax.Array) -> Staged:
 
 
 def put_back(held: Staged) -> jax.Array:
-    """Make the array again where it lay."""
+    """Make the array again where it was."""
     with jax.enable_x64(True):  # otherwise 64-bit values lose half their bits
         # JAX takes a layout with a place only, so that an array with a layout of its own has a place afterwards.
         if held.committed or not _is_plain(held.layout):
@@ -187,7 +187,7 @@ def _is_plain(layout: Any) -> bool:
     return order is None or tuple(order) == tuple(range(len(order)))
 
 
-# By its key: what stands on the host, its bytes, and where it lay.
+# By its key: what stands on the host, its bytes, and where it was.
 _Held = dict[int, tuple[Staged, int, tuple[int, ...]]]
 
 
@@ -359,12 +359,12 @@ class Mover:
 
 
 def addresses(array: jax.Array) -> tuple[int, ...]:
-    """Where each part that is here lies, in the order of the devices; none where that is unknown."""
+    """Where each part that is here is, in the order of the devices; none where that is unknown."""
     return tuple(part.unsafe_buffer_pointer() for part in parts_of(array)) if array.size else ()
 
 
 def address_on(array: jax.Array, device: Any) -> int | None:
-    """Where its part on a device lies; None where it has none there, or is empty."""
+    """Where its part on a device is; None where it has none there, or is empty."""
     parts = parts_of(array) if array.size else ()
     return next((part.unsafe_buffer_pointer() for part in parts if device in part.devices()), None)
 

@@ -255,7 +255,7 @@ def _settings(cause: OomCause, *, pool: bool) -> list[tuple[str, str]]:
         f"{advise('memory.environment', preset='gpu_preallocate')}  # before JAX starts; jaxmem doctor shows what holds",
     )
     less = (
-        "Leave more of the device to CUDA, NCCL and kernels, whose memory lies outside JAX's pool",
+        "Leave more of the device to CUDA, NCCL and kernels, whose memory is outside JAX's pool",
         advise("environment.set", name="XLA_CLIENT_MEM_FRACTION", value="0.6"),
     )
     if cause == "refused":

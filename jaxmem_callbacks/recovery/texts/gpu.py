@@ -132,7 +132,7 @@ STATUSES: tuple[Rule, ...] = (
         platform="gpu",
         driver=True,
     ),
-    # NCCL's debug.h and RCCL's: buffers of collectives, which lie outside the pool.
+    # NCCL's debug.h and RCCL's: buffers of collectives, which are outside the pool.
     rule(
         "collective",
         r"(?:Cuda|HIP|CUDA) failure (?:\d{1,4} )?'out of memory'",
@@ -280,7 +280,7 @@ LINES: tuple[Rule, ...] = (
         strength="hint",
         driver=True,
     ),
-    # Handles of cuBLAS, cuSOLVER, cuDNN, cuFFT: their own memory lies outside the pool.
+    # Handles of cuBLAS, cuSOLVER, cuDNN, cuFFT: their own memory is outside the pool.
     rule(
         "library handle",
         r"(?:(?:CU|HIP|ROC)?(?:BLAS|SOLVER|DNN|FFT|SPARSE|RAND)\w{0,20}_ALLOC_FAILED"

@@ -246,7 +246,7 @@ class _Reader:
         self._text, self._done, self._counted = self._text[drop:], end - drop, self._counted - drop
 
     def _line_at(self, place: int) -> int:
-        """The line of a place of the window; of one that lies before the last that was asked for, too."""
+        """The line of a place of the window; of one that is before the last that was asked for, too."""
         if place >= self._counted:
             self._line += self._text.count("\n", self._counted, place)
         else:

@@ -176,7 +176,7 @@ _SUMMARY = wording_pattern(
     r" largest free chunk(?: usable by \w{1,12} end)? <largest>, unallocated bytes (?P<rest>[\d.]{1,20}\s?\w{0,5}),"
     r" pool size <pool>, pool limit <limit>"
 )
-# best_fit_allocator.cc, ReserveBottomOfMemory, where free blocks lie apart.
+# best_fit_allocator.cc, ReserveBottomOfMemory, where free blocks are scattered.
 _WERE_IT_WHOLE = wording_pattern(r"If fragmentation is eliminated, the maximum reservable bytes would be <compacted>")
 _CUDA = wording_pattern(r"Free memory/Total memory: <free>/<limit>")
 # A pool that grows asks the driver for more than the request, in lines before the failing one.

@@ -65,7 +65,7 @@ COMPILE: tuple[Rule, ...] = (
         phase="compile",
         platform="tpu",
     ),
-    # One allocation larger than the memory that it is to lie in.
+    # One allocation larger than the memory that it is to be in.
     rule(
         "one allocation",
         r"Allocation \(size=<requested>\) would exceed memory \(size=<limit>\)",

@@ -240,7 +240,7 @@ def wide(dtype: Any) -> Any:
 
 
 def zeros_like(aval: Any) -> jax.Array:
-    """A sum that nothing was added to yet, where the gradient lies."""
+    """A sum that nothing was added to yet, where the gradient is."""
     dtype = wide(aval.dtype)
     place = getattr(aval, "sharding", None)
     explicit = place is not None and not place.mesh.empty and AxisType.Explicit in place.mesh.axis_types

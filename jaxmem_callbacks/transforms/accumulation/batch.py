@@ -511,7 +511,7 @@ def _variants(array: jax.Array, rows: int, few: int, masks: Sequence[int]) -> ja
 
 
 def _rows(array: jax.Array, numbers: np.ndarray) -> jax.Array:
-    """Some rows of an array; they lie as all of them do."""
+    """Some rows of an array, placed as all of them are."""
     place = explicit_place(array)
     return array[numbers] if place is None else array.at[numbers].get(out_sharding=place)
 

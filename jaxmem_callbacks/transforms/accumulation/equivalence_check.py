@@ -749,5 +749,5 @@ def _arrays(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
 
 
 def _shards(arrays: Sequence[Any]) -> int:
-    """Devices that the step's arrays lie on, at most."""
+    """Devices that the step's arrays are on, at most."""
     return max((len(array.sharding.device_set) for array in arrays if isinstance(array, jax.Array)), default=1)

@@ -61,8 +61,8 @@ def compute(steps: Sequence[Mapped], look: Callable[[Any, Where], Any], position
             return atom.val
         if atom not in made:
             return look(atom, at)
-        found, lies = made[atom]
-        return positions.of(found, atom, at) if at is not None and lies is None else found
+        found, place = made[atom]
+        return positions.of(found, atom, at) if at is not None and place is None else found
 
     for step in steps:
         values = [value(atom, at) for atom, at in zip(step.eqn.invars, step.ins, strict=True)]
@@ -151,13 +151,13 @@ def _run(body: Body, values: Sequence[Any], positions: Positions) -> list[Any]:
         return positions.of(value, atom, at) if at is not None and places[atom] is None else value
 
     made = compute(body.steps, look, positions)
-    lies: dict[Any, Result] = {**places}
+    results_at: dict[Any, Result] = {**places}
     for step in body.steps:
-        lies.update(zip(step.eqn.outvars, step.outs, strict=True))
+        results_at.update(zip(step.eqn.outvars, step.outs, strict=True))
     results: list[Any] = []
     for atom, at in zip(body.flat.outvars, body.outs, strict=True):
         value = (made[atom] if atom in made else given[atom]) if is_variable(atom) else jnp.asarray(atom.val)
-        own = lies.get(atom) if is_variable(atom) else None
+        own = results_at.get(atom) if is_variable(atom) else None
         results.append(positions.of(value, atom, at) if at is not None and own is None else value)
     return results
 

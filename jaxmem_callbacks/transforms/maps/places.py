@@ -71,7 +71,7 @@ _ALONG = {"cumlogsumexp": "axis", "cummax": "axis", "cummin": "axis", "cumprod":
 _LAST = {"cholesky": 2, "eigh": 2, "householder_product": 2, "lu": 2, "qr": 2, "svd": 2, "triangular_solve": 2}
 # The dtype of keys of threefry2x32.
 _INDEPENDENT_KEYS = "key<fry>"
-# What an explicit mesh says of a result: no part of one lies so.
+# What an explicit mesh says of a result: no part of one is placed so.
 _PLACED = ("out_sharding", "sharding")
 # One way in which a dimension passes: its axis in each operand (None: the operand whole) and in each result.
 _Way = tuple[tuple[int | None, ...], tuple[int, ...]]

@@ -68,7 +68,7 @@ class Body:
 def passing(eqn: Any, known: Mapping[Any, Result]) -> Passing:
     """Where the dimension must be in all operands and results of an equation, by the first that is known of them.
 
-    Results come first: where a value is made it lies in one way.
+    Results come first: where a value is made it is placed in one way.
 
     Raises:
         NotAMapError: there is no such way.

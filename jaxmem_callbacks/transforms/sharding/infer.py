@@ -248,7 +248,7 @@ def would_split(shape: tuple[int, ...], size_bytes: int, devices: int) -> bool:
     Args:
         shape: Of the whole array.
         size_bytes: Of the whole array.
-        devices: That it lies on.
+        devices: That it is on.
     """
     itemsize = size_bytes // max(math.prod(shape), 1)
     leaf = StateLeaf(path="", words=(), shape=shape, itemsize=itemsize, is_optimizer=False, annotation=None)
@@ -409,7 +409,7 @@ _SHARDED = "sharding='fsdp'"
 
 
 def infer_shardings(state: Any, mesh: Mesh | AbstractMesh, policy: StepPolicy | Preset | Name) -> Any:
-    """Where each array of a training state lies under a sharding policy.
+    """Where a sharding policy places each array of a training state.
 
         state = jax.device_put(state, jm.infer_shardings(state, mesh, "fsdp"))
 
@@ -453,7 +453,7 @@ def _required_sharding(policy: StepPolicy) -> str | ShardingRules:
 
 @dataclass(frozen=True, slots=True)
 class _Decided:
-    """Mesh axes of one parameter: where it lies, and where its optimizer state does."""
+    """Mesh axes of one parameter: its own, and those of its optimizer state."""
 
     own: list[MeshAxes]
     optimizer: list[MeshAxes]
