@@ -64,13 +64,13 @@ def test_a_compile_that_runs_out_of_memory_is_a_candidate_that_does_not_fit() ->
     split = jax.ShapeDtypeStruct(batch.shape, batch.dtype, sharding=NamedSharding(mesh, PartitionSpec("data")))
     with jax.set_mesh(mesh):
         plan = jm.plan(step, params, split, budget="2MiB")
-    (plain,) = [each for each in plan.candidates if each.policy.remat == "none"]
-    assert (plain.step_bytes, plain.fits) == (round(21.5 * GIB), False)
-    assert TPU_REFUSAL in (plain.refusal or "")
-    assert (plain.compiler_remat, plain.modelled_s) == (None, None), "it did not tell what it would compute again"
-    assert plain.peak is not None
-    assert plain.peak.bytes == plain.step_bytes
-    assert {"parameters", "batch"} <= {group.name for group in plain.peak.groups}
+    (refused,) = [each for each in plan.candidates if each.refusal]  # whichever of the threads compiled first
+    assert (refused.step_bytes, refused.fits) == (round(21.5 * GIB), False)
+    assert TPU_REFUSAL in (refused.refusal or "")
+    assert (refused.compiler_remat, refused.modelled_s) == (None, None), "it did not tell what it would compute again"
+    assert refused.peak is not None
+    assert refused.peak.bytes == refused.step_bytes
+    assert {"parameters", "batch"} <= {group.name for group in refused.peak.groups}
     assert plan.chosen.fits
     assert plan.chosen.policy.remat == "full"
 
