@@ -9,11 +9,13 @@ import re
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import jax
 import pytest
 import tqdm
 from rich.console import Console
+from rich.logging import RichHandler
 from rich.progress import Progress
 
 import jaxmem_callbacks as jm
@@ -66,6 +68,21 @@ def test_a_handler_of_the_user_gets_the_event_and_stderr_nothing(name, capfd):
     (record,) = found
     assert (record.name, record.levelno, record.getMessage()) == (LOGGER, logging.WARNING, LINE)
     assert record.memory_event is EVENT
+    assert stderr_of(capfd) == []
+
+
+def test_a_failure_whose_report_was_printed_is_on_stderr_once(capfd, monkeypatch):
+    plain_logging(monkeypatch)
+    failure = replace(EVENT, kind="out_of_memory")
+    LogWriter().write(failure)
+    for each in (logging.StreamHandler(), RichHandler(console=Console(stderr=True))):
+        monkeypatch.setattr(logging.getLogger(LOGGER), "handlers", [each])
+        LogWriter().write(failure)
+    with handler(LOGGER) as found:
+        LogWriter().write(failure)
+    (record,) = found
+    assert record.memory_event is failure
+    assert record.getMessage().startswith(f"Out of memory at step {EVENT.step} ")
     assert stderr_of(capfd) == []
 
 

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, TextIO, cast
 
@@ -148,7 +148,7 @@ def _json_shown(text: str) -> str:
 LOGGER = "jaxmem_callbacks"
 
 
-def log_line(level: int, message: str, **extra: object) -> None:
+def log_line(level: int, message: str, *, printed: bool = False, **extra: object) -> None:
     """One line of the logger ``jaxmem_callbacks``, on stderr only where no handler shows it.
 
     A level that the user set of this logger is obeyed: what is below it is shown nowhere.
@@ -156,25 +156,37 @@ def log_line(level: int, message: str, **extra: object) -> None:
     Args:
         level: As in `logging`.
         message: One line.
+        printed: Whether stderr has it already; then only handlers that write elsewhere get it.
         **extra: Attributes of the log's record.
     """
     logger, line = logging.getLogger(LOGGER), shown(" ".join(message.split()))
-    if _is_shown(logger, level):
+    takers = list(_takers(logger, level))
+    if printed:
+        record = logger.makeRecord(LOGGER, level, __file__, 0, "%s", (line,), None, extra=extra)
+        for each in takers:
+            if logger.filter(record) and not _is_on_stderr(each):
+                each.handle(record)
+    elif takers:
         logger.log(level, "%s", line, extra=extra)
     elif not logger.disabled and level >= logger.level:
         print_line(line)
 
 
-def _is_shown(logger: logging.Logger, level: int) -> bool:
-    """Whether a handler takes a record of a level."""
-    if not logger.isEnabledFor(level):
-        return False
-    here: logging.Logger | None = logger
+def _takers(logger: logging.Logger, level: int) -> Iterator[logging.Handler]:
+    """The handlers that take a record of a level."""
+    here = logger if logger.isEnabledFor(level) else None
     while here is not None:
-        if any(level >= each.level and not isinstance(each, logging.NullHandler) for each in here.handlers):
-            return True
+        for each in here.handlers:
+            if level >= each.level and not isinstance(each, logging.NullHandler):
+                yield each
         here = here.parent if here.propagate else None
-    return False
+
+
+def _is_on_stderr(handler: logging.Handler) -> bool:
+    """Whether a handler, also absl's or rich's, writes where `print_line` does."""
+    inner = getattr(handler, "python_handler", handler)
+    stream = getattr(inner, "stream", None) or getattr(getattr(inner, "console", None), "file", None)
+    return stream in (sys.stderr, sys.__stderr__)
 
 
 def print_line(message: str) -> None:

@@ -50,7 +50,8 @@ class LogWriter(Writer):
             self._kinds[event_title(record.kind)] += 1
             what = f"{event_title(record.kind)} at step {record.step} ({record.device}): {record.message}"
             act = f" What to do: {record.action}" if record.action else ""
-            log_line(logging.WARNING, f"{what}{act}", memory_event=record)
+            # A failure's report has printed its sentence before it compiled remedies.
+            log_line(logging.WARNING, f"{what}{act}", printed=record.kind == "out_of_memory", memory_event=record)
         elif isinstance(record, Reading):
             self._step = max(self._step, record.step)
             if record.limit_bytes is not None:
