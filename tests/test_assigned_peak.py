@@ -18,9 +18,10 @@ from jaxmem_callbacks.programs.reading.assigned import assigned_peak
 from jaxmem_callbacks.programs.reading.buffers import Arguments
 from jaxmem_callbacks.programs.reading.hlo import parse_module
 from jaxmem_callbacks.programs.steps import registry
+from jaxmem_callbacks.programs.steps.program import argument_buffers, peak_by_totals
 from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.presets import MonitorSettings
-from jaxmem_callbacks.records.programs import Compilation
+from jaxmem_callbacks.records.programs import Compilation, program_model
 from jaxmem_callbacks.writers.report import story_model
 
 pytestmark = pytest.mark.core
@@ -95,6 +96,24 @@ def test_the_schedule_reaches_its_peak_and_every_block_lies_inside_it():
         assert 0 <= each.first <= each.last <= schedule.length
         assert schedule.held_bytes <= each.base
         assert each.base + each.buffer.bytes <= schedule.held_bytes + memory.temp_bytes
+
+
+def test_where_the_compiler_hands_over_no_buffers_arguments_and_totals_make_it_up():
+    step = jm.jit_step(step_of(scanned))
+    memory = jm.step_memory(step, *arguments())
+    compiled = step.compile_call(arguments(), {})
+    held = argument_buffers(compiled.leaves, compiled.program.uses, compiled.program.undonated)
+    summed = peak_by_totals(memory.program, held)
+    assert memory.known_peak is not None
+    assert summed.bytes == memory.step_bytes
+    for group in ("parameters", "optimizer state", "batch"):
+        assert summed.bytes_of(group) == memory.known_peak.bytes_of(group) > 0
+    assert summed.bytes_of("temporaries") == memory.temp_bytes
+    assert "by the step's arguments and the compiler's totals" in str(summed)
+    assert "saved activations are one sum for all temporaries: the compiler" in str(summed)
+    shown = program_model(memory.program, peak=summed)["peak"]
+    assert shown["source"] == "by its arguments and its compiler's totals"
+    assert "state['params']['up']" in {each["operation"] for each in shown["buffers"]}
 
 
 def test_only_a_compile_that_needs_more_than_those_before_has_one():

@@ -347,6 +347,14 @@ def test_a_target_that_is_not_here_answers_by_argument(shapes):
     assert {row.name: row.kind for row in memory.arguments}["opt_state"] == "optimizer state"
     assert all(row.alias_bytes == row.donated_bytes for row in memory.arguments)
     assert any(b.operation == "params['layers']" for b in memory.top_buffers())
+    by_totals, placed = memory.known_peak, memory.peak()
+    assert by_totals.bytes == memory.step_bytes, (
+        "the first compile shows what each argument takes, and the rest in sums"
+    )
+    for group in ("parameters", "optimizer state", "batch"):
+        assert by_totals.bytes_of(group) + by_totals.bytes_of("unknown") >= placed.bytes_of(group) > 0
+        assert 0 < by_totals.bytes_of(group) <= placed.bytes_of(group), "without tiles"
+    assert "peak() has them" in memory._repr_html_()
     huge = jax.eval_shape(lambda: {"w": jnp.ones((2**17, 2**15)), "v": jnp.ones((2**17, 2**15))})
     step = jm.jit_step(lambda state, batch: jax.tree.map(lambda w: w * batch.sum(), state))
     with pytest.raises(CompileError, match=r"does not fit into one device of v5e:2x2: its compiler needs 32\.0 GiB"):

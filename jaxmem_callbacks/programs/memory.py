@@ -27,8 +27,10 @@ from jaxmem_callbacks.programs.steps.leaves import AbstractCall, abstract_call, 
 from jaxmem_callbacks.programs.steps.program import (
     Program,
     Signature,
+    argument_buffers,
     disagreement_words,
     large_constants,
+    peak_by_totals,
     signature_of,
     unguarded,
 )
@@ -44,7 +46,7 @@ from jaxmem_callbacks.records.arguments import require_function
 from jaxmem_callbacks.records.documents import Bullets, Document, Table, as_text
 from jaxmem_callbacks.records.errors import CompileError, DonationError
 from jaxmem_callbacks.records.page import framed, program_page
-from jaxmem_callbacks.records.peaks import UNPLACED, Buffer, Peak, StepSchedule, with_total
+from jaxmem_callbacks.records.peaks import BY_TOTALS, UNPLACED, Buffer, Peak, StepSchedule, with_total
 from jaxmem_callbacks.records.policies import StepPolicy, own_checkpoints_words, policy_words
 from jaxmem_callbacks.records.programs import ArgumentMemory, ProgramMemory, program_model
 from jaxmem_callbacks.records.units import format_bytes
@@ -185,7 +187,8 @@ class StepMemory:
         signature: Path of each array argument -> its dtype and shape, such as ``("batch['x']", "float32[8,128]")``.
         read_peak: Makes `peak`'s answer.
         read_causes: Makes `causes`' answer of a peak.
-        known_peak: What the first compile shows of it, with the largest buffers only; None where it shows nothing.
+        known_peak: What the first compile shows of it, with the largest buffers only; arguments and totals where the
+            compiler hands over no buffers.
         schedule: Its bytes over the step; None likewise.
     """
 
@@ -278,9 +281,8 @@ class StepMemory:
         """The memory page of the step, without another compile."""
         program = program_model(self.program, peak=self.known_peak, schedule=self.schedule)
         head, *blocks = self._document().blocks
-        unknown = (
-            () if self.known_peak else ("The buffers behind these totals take one more compile: peak() has them.",)
-        )
+        known = self.known_peak is not None and self.known_peak.basis != BY_TOTALS
+        unknown = () if known else ("The buffers behind these totals take one more compile: peak() has them.",)
         page = program_page(f"{head}.", "", program, [*unknown, *blocks])
         return framed(page, height=620, table=self._document())
 
@@ -416,6 +418,7 @@ def _for_target(step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], ta
         signature=signature_of(uses, {}),
         read_peak=again,
         read_causes=_causes(step, abstract_call(args, kwargs), target),
+        known_peak=peak_by_totals(compiled.memory, argument_buffers(traced.leaves, uses, traced.undonated)),
     )
 
 

@@ -80,6 +80,7 @@ GROUPS = {
 }
 AT_THE_PEAK = "alive at the peak"
 WHOLE_HEAP = "every temporary of the heap, not only those alive at the peak: the compiler wrote no live ranges"
+BY_TOTALS = "one sum for all temporaries: the compiler handed over no buffer assignment with the program"
 REFUSED = "arguments by their shapes; the compiler refused the program before it placed its buffers"
 UNPLACED = "the compiler counts it in its total and gives it no place in its buffer assignment"
 _SHOWN = 40  # buffers of one group on a page
@@ -206,11 +207,7 @@ class Peak:
 
     @property
     def _head(self) -> str:
-        by = (
-            "the step's arguments and the compiler's refusal"
-            if self.basis == REFUSED
-            else "the compiler's buffer assignment"
-        )
+        by = _SOURCES.get(self.basis, "the compiler's buffer assignment")
         return f"The peak of {format_bytes(self.bytes)} on one device, by {by}"
 
     def document(self) -> Document:
@@ -322,6 +319,12 @@ def with_total(peak: Peak, total_bytes: int | None, why: str) -> Peak:
         return peak
     unplaced = Buffer(bytes=missing, shape="unknown", kind="unplaced", group=UNKNOWN, why=why)
     return peak_of([*peak.buffers, *peak.elsewhere, unplaced], basis=peak.basis, moment=peak.moment)
+
+
+_SOURCES = {
+    REFUSED: "the step's arguments and the compiler's refusal",
+    BY_TOTALS: "the step's arguments and the compiler's totals",
+}
 
 
 def _basis_words(basis: str) -> str:

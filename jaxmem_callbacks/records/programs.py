@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxmem_callbacks.records.peaks import (
+    BY_TOTALS,
     CONSTANTS,
     RESULTS,
     TEMPORARIES,
@@ -16,7 +17,7 @@ from jaxmem_callbacks.records.peaks import (
     schedule_model,
 )
 
-ASSIGNED = "by its compiler's buffer assignment"
+ASSIGNED, SUMMED = "by its compiler's buffer assignment", "by its arguments and its compiler's totals"
 _ALIKE = 0.01  # of a step's bytes: figures that differ by less are one figure
 
 
@@ -191,7 +192,9 @@ def program_model(
             "constants": memory.constant_bytes,
         },
         "compiler_remat": memory.compiler_remat,
-        "peak": _totals_model(memory) if peak is None else peak_model(peak, source),
+        "peak": _totals_model(memory)
+        if peak is None
+        else peak_model(peak, SUMMED if peak.basis == BY_TOTALS else source),
         **({} if schedule is None else {"step": schedule_model(schedule)}),
     }
 

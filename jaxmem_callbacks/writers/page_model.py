@@ -16,7 +16,7 @@ from jaxmem_callbacks.config.presets import preset_to_yaml
 from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.documents import Block, as_blocks
 from jaxmem_callbacks.records.page import FORMAT, clean
-from jaxmem_callbacks.records.peaks import peak_model
+from jaxmem_callbacks.records.peaks import BY_TOTALS, peak_model
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.programs import ASSIGNED, program_model
@@ -243,9 +243,9 @@ def event_model(number: int, event: MemoryEvent) -> dict[str, Any]:
 def _program(name: str, summary: ProgramSummary, plan: PlanRecord | None) -> dict[str, Any]:
     planned = plan.candidates[plan.chosen] if plan is not None and plan.step == name else None
     peak, source = summary.peak, ASSIGNED
-    if peak is None and planned is not None:
-        peak = planned.placed_elsewhere or planned.peak
-        source = "as it was planned"
+    foreseen = None if planned is None else planned.placed_elsewhere or planned.peak
+    if foreseen is not None and (peak is None or peak.basis == BY_TOTALS):
+        peak, source = foreseen, "as it was planned"
     memory = summary.memory
     found: dict[str, Any] = {
         "name": name,

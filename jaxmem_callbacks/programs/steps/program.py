@@ -23,7 +23,19 @@ from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.donation import UNWRITTEN, LeafUse, Written, leaf_uses, lost_donations
 from jaxmem_callbacks.programs.steps.leaves import Leaf, state_arguments
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.peaks import UNPLACED, Peak, StepSchedule, with_total
+from jaxmem_callbacks.records.peaks import (
+    BY_TOTALS,
+    CONSTANTS,
+    RESULTS,
+    TEMPORARIES,
+    UNKNOWN,
+    UNPLACED,
+    Buffer,
+    Peak,
+    StepSchedule,
+    peak_of,
+    with_total,
+)
 from jaxmem_callbacks.records.plans import FrontierPoint
 from jaxmem_callbacks.records.policies import CompilerOptions
 from jaxmem_callbacks.records.programs import Compilation, Conditions, ProgramMemory
@@ -230,9 +242,11 @@ def read_program(  # noqa: PLR0913 - what the call and the compile know, each on
         unavailable = None
     except ValueError as error:
         memory, unavailable = None, str(error)
-    found = None
+    peak, schedule = None, None
     if memory is not None and memory.step_bytes > known_bytes:
         found = _assigned_peak(compiled, module, memory, lambda: _described(leaves, uses, undonated))
+        summed = peak_by_totals(memory, argument_buffers(leaves, uses, undonated)).largest(_NAMED)
+        peak, schedule = found or (summed, None)
     return Program(
         signature=signature_of(uses, static),
         memory=memory,
@@ -240,14 +254,52 @@ def read_program(  # noqa: PLR0913 - what the call and the compile know, each on
         undonated=tuple(undonated),
         unavailable=unavailable,
         conditions=conditions_of(compiled, operations),
-        peak=None if found is None else found[0],
-        schedule=None if found is None else found[1],
+        peak=peak,
+        schedule=schedule,
     )
 
 
 _NAMED = (
     12  # buffers of each group of a peak that are kept; a step that is compiled a thousand times keeps each of them
 )
+
+
+def argument_buffers(leaves: Sequence[Leaf], uses: Sequence[LeafUse], undonated: Sequence[str]) -> list[Buffer]:
+    """What a program's arguments hold on one device, by their shapes. What is updated and has no better word is state."""
+    changing = state_arguments(leaves, undonated)
+    return [
+        Buffer(
+            bytes=use.bytes,
+            shape=use.type_text,
+            kind="argument",
+            operation=use.path,
+            group=STATE if use.kind == OTHER and use.argument in changing else use.kind,
+        )
+        for use in uses
+        if use.used and not use.on_host
+    ]
+
+
+_TILES = "tiles and alignment of the arguments, which their shapes do not show"
+
+
+def peak_by_totals(memory: ProgramMemory, arguments: Sequence[Buffer]) -> Peak:
+    """What makes a peak as far as totals and arguments show it: of a TPU's program nothing more comes with the compile.
+
+    Args:
+        memory: The compiler's totals.
+        arguments: What `argument_buffers` gave.
+    """
+    results, constants = max(memory.output_bytes - memory.alias_bytes, 0), memory.constant_bytes or 0
+    tiles = memory.argument_bytes - sum(each.bytes for each in arguments)
+    rest = memory.step_bytes - memory.argument_bytes - results - constants
+    parts = (
+        Buffer(bytes=tiles, shape="unknown", kind="unplaced", group=UNKNOWN, why=_TILES),
+        Buffer(bytes=results, shape="all results", kind="output", group=RESULTS),
+        Buffer(bytes=constants, shape="all constants", kind="constant", group=CONSTANTS),
+        Buffer(bytes=rest, shape="all temporaries", kind="temporary", group=TEMPORARIES),
+    )
+    return peak_of([*arguments, *(each for each in parts if each.bytes > 0)], basis=BY_TOTALS)
 
 
 def _described(leaves: Sequence[Leaf], uses: Sequence[LeafUse], undonated: Sequence[str]) -> Iterator[Argument]:

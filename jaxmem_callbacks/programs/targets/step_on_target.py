@@ -22,7 +22,7 @@ from jaxmem_callbacks.programs.reading.buffers import Argument
 from jaxmem_callbacks.programs.reading.hlo import Module
 from jaxmem_callbacks.programs.steps.donation import LeafUse, unread
 from jaxmem_callbacks.programs.steps.leaves import Leaf, abstract, state_arguments
-from jaxmem_callbacks.programs.steps.program import Traced, without_donation_warning
+from jaxmem_callbacks.programs.steps.program import Traced, argument_buffers, without_donation_warning
 from jaxmem_callbacks.programs.targets.compile import (
     Compiling,
     TargetCompilation,
@@ -34,7 +34,7 @@ from jaxmem_callbacks.programs.targets.compile import (
 from jaxmem_callbacks.programs.targets.exporting import without_reports
 from jaxmem_callbacks.programs.targets.target import Target, resolve_target
 from jaxmem_callbacks.records.errors import CompileError, JaxmemError
-from jaxmem_callbacks.records.peaks import REFUSED, Buffer, Peak, peak_of, with_total
+from jaxmem_callbacks.records.peaks import REFUSED, Peak, peak_of, with_total
 from jaxmem_callbacks.records.source_files import Owner, is_installed, owner_of
 from jaxmem_callbacks.transforms.arg_roles import OTHER, STATE
 
@@ -88,19 +88,7 @@ def refused_peak(traced: Traced, needed_bytes: int | None) -> Peak | None:
     """
     if needed_bytes is None:
         return None
-    uses = _uses(traced, None)
-    changing = state_arguments(traced.leaves, traced.undonated)
-    held = [
-        Buffer(
-            bytes=use.bytes,
-            shape=use.type_text,
-            kind="argument",
-            operation=use.path,
-            group=STATE if use.kind == OTHER and use.argument in changing else use.kind,
-        )
-        for use in uses
-        if use.used
-    ]
+    held = argument_buffers(traced.leaves, _uses(traced, None), traced.undonated)
     return with_total(peak_of(held, basis=REFUSED), needed_bytes, _UNSEEN)
 
 
