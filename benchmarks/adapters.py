@@ -29,7 +29,7 @@ STEPS = 30
 _HEAD, _BLOCK, _LAST = 7, 32768, (1, 4)  # of a LevelDB log: bytes of a head and of a block; kinds that end a record
 SETTINGS = MonitorSettings(window_s=0.02, scan_s=0.02, limit_bytes=2**20, on_error="raise")
 HOST, LOSS, EVENTS, KNOWN, PICTURE = (
-    *("memory/host_gib", "train/loss", "memory/events", "memory/known_here"),
+    *("memory/host_mib", "train/loss", "memory/events", "memory/known_here"),
     "memory/over_time",
 )
 

@@ -19,7 +19,7 @@ from tests import sample_plans as samples
 
 POINTS, SHORT_AT, MOST_STEPS = 110, 60, 4000
 ROWS, SHORT_ROWS = 1024, 300
-TAG = "memory/live_arrays_gib"
+TAG = "memory/live_arrays_mib"
 
 
 def page_step(weights: jax.Array, batch: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:

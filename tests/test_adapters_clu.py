@@ -75,7 +75,7 @@ def test_it_writes_into_the_loops_own_writer(tmp_path: Path) -> None:
         trained(writer, [*hooks_of(writer, []), monitor])
     writer.close()
     tags = EventAccumulator(str(tmp_path), size_guidance={"tensors": 0}).Reload().Tags()["tensors"]
-    assert {"own_loss", "memory/host_gib"} <= set(tags)
+    assert {"own_loss", "memory/host_mib"} <= set(tags)
 
 
 def test_the_package_never_imports_clu() -> None:

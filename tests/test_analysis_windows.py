@@ -19,8 +19,10 @@ from jaxmem_callbacks.analysis.figures import (
     Spread,
     Window,
     Windows,
+    byte_unit,
     figure_of,
     values_of,
+    window_in,
 )
 from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
 from jaxmem_callbacks.analysis.run_summary import MetricAvailability
@@ -30,7 +32,7 @@ from jaxmem_callbacks.records.programs import Compilation, ProgramMemory
 from jaxmem_callbacks.records.runs import AcrossProcesses, Reading, SaveSpan, Unavailable
 from jaxmem_callbacks.records.traces import StepMark
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 
 @settings(deadline=None)
@@ -108,6 +110,37 @@ def test_every_figure_has_its_unit_in_the_tag():
         assert figure.tag.startswith("memory/")
         assert figure.tag.rstrip("/").endswith(endings[figure.unit])
         assert figure.field is None or figure.field in Reading.__slots__
+
+
+def test_a_runs_tags_have_one_unit():
+    assert [byte_unit("cpu", limit) for limit in (None, 4 * GIB - 1, 4 * GIB)] == ["MiB", "MiB", "GiB"]
+    assert [byte_unit(platform, MIB) for platform in ("gpu", "cuda", "tpu")] == ["GiB"] * 3, "whatever is run on them"
+    level = Spread(low=0.25, mean=0.5, high=1.0, count=2, high_at="cpu:1")
+    one = Spread(low=0.5, mean=0.5, high=0.5, count=1)
+    tags = {
+        "memory/in_use_gib": "memory/in_use_mib",
+        "memory/processes/in_use_gib/max": "memory/processes/in_use_mib/max",
+        "memory/program_gib/a_gib": "memory/program_mib/a_gib",
+    }
+    others = dict.fromkeys(("memory/live_arrays_count", "memory/fragmentation_share", "train/a_gib"), one)
+    window = Window(step=1, time_s=2.0, spreads=dict.fromkeys(tags, level) | others, ranged=frozenset(tags))
+    assert window_in(window, "GiB") is window
+    shown = window_in(window, "MiB")
+    assert (shown.step, shown.time_s) == (1, 2.0)
+    in_mib = Spread(low=256.0, mean=512.0, high=1024.0, count=2, high_at="cpu:1")
+    assert shown.spreads == dict.fromkeys(tags.values(), in_mib) | others
+    assert shown.ranged == frozenset(tags.values())
+    described = figure_of("memory/program_mib/a_gib")
+    assert (described.unit, described.divisor) == ("MiB", MIB)
+    assert "in MiB, from the compiler" in described.described()
+
+
+def test_the_table_of_what_is_known_names_the_runs_tags():
+    known = MetricAvailability()
+    known.unit = "MiB"
+    names = {each.figure for each in known.rows()}
+    assert {"memory/in_use_mib", "memory/headroom_mib", "memory/live_arrays_count"} <= names
+    assert not any("_gib" in name for name in names)
 
 
 def test_values_of_a_gpu_reading():

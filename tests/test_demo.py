@@ -123,9 +123,9 @@ def test_one_event_file_replaces_the_earlier_one(printed: str, logdir: Path):
 
 def test_every_step_is_a_point_of_memory(events: EventAccumulator):
     tags = set(events.Tags()["scalars"])
-    needs = {"memory/program_gib/plain_step", "memory/program_gib/train_step", "memory/preset_limit_gib"}
-    assert needs | {"memory/live_arrays_gib", "memory/host_gib", "train/loss"} <= tags
-    points = events.Scalars("memory/live_arrays_gib")
+    needs = {"memory/program_mib/plain_step", "memory/program_mib/train_step", "memory/preset_limit_mib"}
+    assert needs | {"memory/live_arrays_mib", "memory/host_mib", "train/loss"} <= tags
+    points = events.Scalars("memory/live_arrays_mib")
     assert len(points) >= STEPS - 2, "the full demo has at least 120 steps, and so at least 100 points"
     assert points[-1].step == STEPS - 1
 
@@ -158,8 +158,8 @@ def test_its_run_is_used_in_tensorboard_right_after_the_start(
         assert min(found[kind] for kind in ("figures", "cells", "blocks", "heaps")) >= 1
         assert ours(browser.errors()) == []
         for part, words in (
-            ("scalars", "tag:\nmemory/live_arrays_gib"),
-            ("custom_scalars", "Live arrays [GiB], from live_arrays"),
+            ("scalars", "tag:\nmemory/live_arrays_mib"),
+            ("custom_scalars", "Live arrays [MiB], from live_arrays"),
             ("images", "memory/over_time"),
             ("text", "What to do"),
         ):

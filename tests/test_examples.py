@@ -144,8 +144,8 @@ def test_memory_is_in_one_event_file(ran: tuple[str, str, Path]):
     (file,) = logdir.glob("events.out.tfevents.*")
     events = EventAccumulator(str(file)).Reload()
     scalars = set(events.Tags()["scalars"])
-    assert {"memory/live_arrays_gib", "memory/host_gib", "memory/program_gib/train_step", "train/loss"} <= scalars
-    points = events.Scalars("memory/live_arrays_gib")
+    assert {"memory/live_arrays_mib", "memory/host_mib", "memory/program_mib/train_step", "train/loss"} <= scalars
+    points = events.Scalars("memory/live_arrays_mib")
     assert all(point.value > 0 for point in points)
     assert points[-1].step == STEPS[name] - 1
     assert (logdir / "memory.jsonl").stat().st_size > 0

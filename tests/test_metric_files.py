@@ -14,7 +14,7 @@ from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.writers.metric_files import prometheus_text
 from tests.sample_records import EVENT, WINDOW
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 
 
 def table(path) -> list[dict[str, str]]:
@@ -63,11 +63,18 @@ def test_prometheus_parses_the_file_and_has_bytes(tmp_path):
 
 
 def test_prometheus_takes_values_that_are_no_number_and_names_that_meet():
-    scalars = {"train/a b": math.nan, "train/a_b": 1.0, "train/up": math.inf, "memory/need_gib/f": 1.0}
+    scalars = {
+        "train/a b": math.nan,
+        "train/a_b": 1.0,
+        "train/up": math.inf,
+        "memory/program_gib/f_gib": 1.0,
+        "memory/program_mib/g": 1.0,
+    }
     found = values(prometheus_text(3, scalars, {}))
     assert math.isnan(found["jaxmem_train_a_b"])
     assert found["jaxmem_train_up"] == math.inf
-    assert found["jaxmem_memory_need_bytes_f"] == GIB
+    assert found["jaxmem_memory_program_bytes_f_gib"] == GIB, "the unit is the tag's, whatever the program's name"
+    assert found["jaxmem_memory_program_bytes_g"] == MIB
 
 
 @pytest.mark.core
@@ -76,7 +83,7 @@ def test_a_run_writes_both(tmp_path):
     with jm.MemoryMonitor(MonitorSettings(on_error="raise"), writer=writers) as monitor:
         monitor(0)
     tags = {row["tag"] for row in table(tmp_path / "a.csv")}
-    assert "memory/host_gib" in tags
+    assert "memory/host_mib" in tags
     assert values((tmp_path / "a.prom").read_text())["jaxmem_memory_host_bytes"] > 0
 
 

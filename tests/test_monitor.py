@@ -82,8 +82,8 @@ def test_a_run_has_one_event_file_and_json_lines(run: Run):
 @pytest.mark.core
 def test_a_run_shows_memory_by_step(run: Run):
     tags = run.page.Tags()["scalars"]
-    assert {"memory/live_arrays_gib", "memory/host_gib", "memory/program_gib/watched_step", "train/loss"} <= set(tags)
-    points = run.page.Scalars("memory/live_arrays_gib")
+    assert {"memory/live_arrays_mib", "memory/host_mib", "memory/program_mib/watched_step", "train/loss"} <= set(tags)
+    points = run.page.Scalars("memory/live_arrays_mib")
     assert len(points) >= STEPS // 4
     steps = [point.step for point in points]
     assert steps[0] <= 3, "the first sample is written at once"
@@ -119,8 +119,8 @@ def test_a_run_tells_events_in_tensorboard_as_text(run: Run):
 def test_a_run_says_what_is_known_here(run: Run):
     tables = run.double.of(LoggedTable)
     rows = {row[0]: row for row in tables[0].rows}
-    assert rows["memory/in_use_gib"][3] == "unknown, because JAX's CPU client keeps no allocator statistics"
-    assert rows["memory/live_arrays_gib"][1] != "unknown"
+    assert rows["memory/in_use_mib"][3] == "unknown, because JAX's CPU client keeps no allocator statistics"
+    assert rows["memory/live_arrays_mib"][1] != "unknown"
     assert rows["need of watched_step"][2] == "compiler"
     known = [{row[0]: row[1] != "unknown" for row in table.rows} for table in tables[:-1]]
     assert all(before != after for before, after in itertools.pairwise(known)), "written again only when that changes"

@@ -83,7 +83,7 @@ def test_a_monitor_that_is_never_closed_ends_with_the_interpreter_and_a_fork_lea
     (events,) = tmp_path.glob("events.*")
     page = EventAccumulator(str(events))
     page.Reload()
-    assert [point.step for point in page.Scalars("memory/host_gib")][-1] == 5, "the open window was written"
+    assert [point.step for point in page.Scalars("memory/host_mib")][-1] == 5, "the open window was written"
     assert page.Images("memory/over_time")
     assert 99 not in [line.get("step") for line in lines(tmp_path)]
 
@@ -113,7 +113,7 @@ def test_json_lines_are_complete_to_the_last_full_line_after_a_kill(tmp_path: Pa
     assert max(json.loads(line).get("step", -1) for line in full) >= 100
     page = EventAccumulator(str(tmp_path))
     page.Reload()
-    assert page.Scalars("memory/live_arrays_gib"), "windows are flushed as they close"
+    assert page.Scalars("memory/live_arrays_mib"), "windows are flushed as they close"
 
 
 TWO = """
@@ -312,5 +312,5 @@ def test_of_four_processes_a_dead_one_holds_up_no_hook(tmp_path: Path):
     highest = max(
         line["figures"]["live_arrays_bytes"]["high"] for line in told if "live_arrays_bytes" in line["figures"]
     )
-    shown = max(point.value for point in page.Scalars("memory/processes/live_arrays_gib/max"))
-    assert shown * 2**30 == pytest.approx(highest)
+    shown = max(point.value for point in page.Scalars("memory/processes/live_arrays_mib/max"))
+    assert shown * 2**20 == pytest.approx(highest)

@@ -120,7 +120,7 @@ def test_what_harms_nothing_is_not_told(runs: Survived, name: str):
 @pytest.mark.parametrize("name", ["interrupted", "terminated", "clock_set_back", "restored", "deleted", "not_finite"])
 def test_what_was_seen_is_written(runs: Survived, name: str):
     """To the last window, or to the kill."""
-    steps = [point.step for point in runs.page(name).Scalars("memory/live_arrays_gib")]
+    steps = [point.step for point in runs.page(name).Scalars("memory/live_arrays_mib")]
     assert len(steps) >= 5
     middle = 200 // 2
     assert max(steps) >= {"interrupted": middle, "terminated": middle - 50, "restored": 169}.get(name, STEPS - 1)
@@ -128,7 +128,7 @@ def test_what_was_seen_is_written(runs: Survived, name: str):
 
 def test_after_a_fork_the_child_writes_nothing(runs: Survived):
     assert 999 not in [line.get("step") for line in runs.lines("forked")]
-    points = runs.page("forked").Scalars("memory/host_gib")
+    points = runs.page("forked").Scalars("memory/host_mib")
     windows = [(point.step, point.wall_time) for point in points]
     assert windows == sorted(set(windows)), "each window is there once"
     steps = [step for step, _ in windows]

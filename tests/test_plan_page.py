@@ -302,7 +302,7 @@ def test_a_monitor_writes_its_plan_once_at_the_start(tmp_path: Path) -> None:
     assert writer.records[0] == samples.six(), "before anything else"
     windows = writer.of(Window)
     assert len(windows) > 1
-    assert {window.scalars()["memory/plan_budget_gib"] for window in windows} == {72 / 1024}
+    assert {window.scalars()["memory/plan_budget_mib"] for window in windows} == {72}
     assert {"memory/over_time", "plan/frontier"} <= set(events_of(tmp_path).Tags()["images"])
     lines = [json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines()]
     (plan,) = [line["plan"] for line in lines if line["kind"] == "plan"]
@@ -313,4 +313,4 @@ def test_a_plan_is_not_drawn_for_writers_that_show_no_pictures() -> None:
     seen: list[dict[str, float]] = []
     with jm.MemoryMonitor(writer=lambda _step, scalars: seen.append(dict(scalars)), plan=samples.six()) as monitor:
         monitor(0)
-    assert "memory/planned_gib/train_step" in seen[0]
+    assert "memory/planned_mib/train_step" in seen[0]

@@ -125,24 +125,24 @@ def look(browser: Browser, address: str) -> Look:
 
 
 def test_the_scalars_page_shows_memory_by_step(look: Look, browser: Browser):
-    text = look("scalars", "tag:\nmemory/live_arrays_gib")
+    text = look("scalars", "tag:\nmemory/live_arrays_mib")
     shown = re.findall(r"tag:\n(\S+)", text)
-    assert {"memory/live_arrays_gib", "memory/live_arrays_count", "memory/host_gib", "train/loss"} <= set(shown)
+    assert {"memory/live_arrays_mib", "memory/live_arrays_count", "memory/host_mib", "train/loss"} <= set(shown)
     assert "No dashboards are active" not in text
     runs = browser.run("return fetch('data/plugin/scalars/tags').then(answer => answer.json())")
     assert sorted(runs) == ["demo", "plan"], "no extra directories"
     assert runs["plan"].keys() == {"memory/planned_gib/train_step", "memory/plan_budget_gib"}
-    assert {"memory/preset_limit_gib", "memory/program_gib/page_step"} <= runs["demo"].keys(), "on a second page"
-    # What was foretold is beside what was compiled, in every window of the run.
+    assert {"memory/preset_limit_mib", "memory/program_mib/page_step"} <= runs["demo"].keys(), "on a second page"
+    # What was predicted is there with what was compiled, in every window of the run.
     planned, compiled = (
-        browser.run(f"{_POINTS_OF}('memory%2F{name}_gib%2Fpage_step')") for name in ("planned", "program")
+        browser.run(f"{_POINTS_OF}('memory%2F{name}_mib%2Fpage_step')") for name in ("planned", "program")
     )
     assert planned[-1][1:] == compiled[-1][1:]
 
 
 def test_the_scalars_have_at_least_a_hundred_points(look: Look, browser: Browser, run: Run):
-    look("scalars", "tag:\nmemory/live_arrays_gib")
-    points = browser.run(f"{_POINTS_OF}('memory%2Flive_arrays_gib')")
+    look("scalars", "tag:\nmemory/live_arrays_mib")
+    points = browser.run(f"{_POINTS_OF}('memory%2Flive_arrays_mib')")
     assert len(points) >= 100
     assert points[-1][1] == run.last_step
     assert all(value > 0 for *_, value in points)
@@ -168,32 +168,33 @@ def test_the_images_page_shows_memory_over_time(look: Look, browser: Browser, ru
 
 def test_the_scalars_say_what_they_are_and_from_where(look: Look, browser: Browser):
     """As TensorBoard shows it beside a chart."""
-    look("scalars", "tag:\nmemory/live_arrays_gib")
+    look("scalars", "tag:\nmemory/live_arrays_mib")
     tags = browser.run("return fetch('data/plugin/scalars/tags').then(answer => answer.json())")["demo"]
-    assert "in GiB, from jax.live_arrays(), at the moment of reading" in tags["memory/live_arrays_gib"]["description"]
+    assert "in MiB, from jax.live_arrays(), at the moment of reading" in tags["memory/live_arrays_mib"]["description"]
     undescribed = [tag for tag, about in tags.items() if not about["description"] and not tag.startswith("train/")]
     assert undescribed == []
 
 
 def test_the_custom_scalars_page_has_titled_charts_with_data(look: Look, browser: Browser):
-    text = look("custom_scalars", "Live arrays [GiB], from live_arrays")  # the last chart: they are put up one by one
+    text = look("custom_scalars", "Live arrays [MiB], from live_arrays")  # the last chart: they are put up one by one
     for title in (
         "Device memory",
-        "Against the limit, mean of each window [GiB]",
+        "Against the limit, mean of each window [MiB]",
+        "Need of each program by its compiler, beside what was planned [MiB]",
         "Need of each program by its compiler, beside what was planned [GiB]",
         "Compiled over planned, less 1 [share]",
-        "Resident memory of the process [GiB]",
+        "Resident memory of the process [MiB]",
         "The step's metrics, mean of each window",
         "Range of each window: min, mean, max",
-        "Live arrays [GiB], from live_arrays",
+        "Live arrays [MiB], from live_arrays",
     ):
         assert title in text
-    assert "Room that is left [GiB]" not in text, "no chart without data"
+    assert "Room that is left [MiB]" not in text, "no chart without data"
     lines = browser.run(
         "return fetch('data/plugin/custom_scalars/scalars?run=demo&tag=' + "
-        "encodeURIComponent('^memory/program_gib/(?!.*/(min|max)$)')).then(answer => answer.json())"
+        "encodeURIComponent('^memory/program_mib/(?!.*/(min|max)$)')).then(answer => answer.json())"
     )
-    assert "memory/program_gib/page_step" in lines["tag_to_events"]
+    assert "memory/program_mib/page_step" in lines["tag_to_events"]
 
 
 def test_the_text_page_shows_the_plans(look: Look):
@@ -209,7 +210,7 @@ def test_the_text_page_shows_the_plans(look: Look):
     assert "\n->\nfull, keep 0.341\n71.6 MiB\nunknown\n99%\n+9.8%\nunknown\n0\n" in cells
     assert "71.6 MiB (75,078,042 B)\nthe compiler for h100_sxm: arguments + results" in cells
     assert "the attached device's compiler: arguments + results" in cells
-    assert "1.0 TiB (1,099,511,627,776 B)\nas asked for; the scalar memory/plan_budget_gib" in cells
+    assert "1.0 TiB (1,099,511,627,776 B)\nas asked for" in cells
     assert "the step's peak" in cells, "and what makes it, of the plan that was really compiled"
     assert "predicted" in text
 
@@ -226,7 +227,7 @@ def test_an_error_box_is_found_where_one_is(browser: Browser, tmp_path: Path):
 
 def test_the_time_series_page_shows_the_same(look: Look):
     text = look("timeseries", "memory\n/live_arrays_count")
-    assert "memory\n/host_gib" in text
+    assert "memory\n/host_mib" in text
 
 
 # Whether the page has settled: every chart or image has something in it.

@@ -109,6 +109,13 @@ def test_the_page_of_charts_is_written_again_when_a_chart_comes(tmp_path: Path):
 def test_charts_are_the_same_for_all_platforms_so_that_tensorboard_shows_them_once():
     cpu, gpu = ["memory/live_arrays_gib"], ["memory/in_use_gib", "memory/limit_gib", "memory/live_arrays_gib"]
     assert layout_of(cpu) == layout_of(gpu)
+    in_mib = layout_of([tag.replace("_gib", "_mib") for tag in cpu])
+    assert list(in_mib["Device memory"]) == ["Against the limit, mean of each window [MiB]"]
+    assert in_mib["Device memory"]["Against the limit, mean of each window [MiB]"][1][0] == "^memory/limit_mib$"
+    ranged = layout_of([f"memory/in_use_mib{end}" for end in ("", "/min", "/max")])[
+        "Range of each window: min, mean, max"
+    ]
+    assert list(ranged) == ["In use [MiB], from allocator"]
     _, patterns = layout_of(["train/loss"])["Training"]["The step's metrics, mean of each window"]
     assert [bool(re.match(patterns[0], tag)) for tag in ("train/loss", "train/a/b", "train/loss/max", "memory/x")] == [
         True,

@@ -43,7 +43,7 @@ def assert_read_back(folder: Path) -> EventAccumulator:
     """A closed monitor's files: one event file with figures, and lines to the last."""
     (file,) = folder.glob("events.out.tfevents.*")
     page = EventAccumulator(str(file)).Reload()
-    assert all(0 < point.value < 1024 for point in page.Scalars("memory/host_gib"))
+    assert all(0 < point.value < 2**20 for point in page.Scalars("memory/host_mib"))
     lines = [json.loads(line) for line in (folder / "memory.jsonl").read_text().splitlines()]
     assert lines[-1]["kind"] == "end"
     return page
@@ -59,5 +59,5 @@ def assert_written(monitor: NotingMonitor, steps: range, *metrics: str) -> None:
     """Every step was told once, in order, and the files of the closed monitor tell of all of them."""
     assert monitor.steps == list(steps)
     page = assert_read_back(monitor.logdir)
-    assert page.Scalars("memory/host_gib")[-1].step == steps[-1]
+    assert page.Scalars("memory/host_mib")[-1].step == steps[-1]
     assert {f"train/{name}" for name in metrics} <= set(page.Tags()["scalars"])

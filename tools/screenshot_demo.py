@@ -85,7 +85,7 @@ def photograph(logdir: Path, out: Path, tags: str) -> None:
             browser.resize(1240, 860)
             browser.run(WIDE)
             browser.open(f"{address}/{CHARTS.format(tags=tags)}")
-            browser.wait_for(lambda: "live_arrays_gib" in browser.text())
+            browser.wait_for(lambda: "live_arrays_mib" in browser.text())
             browser.wait_for(lambda: browser.run(TIDY))
             time.sleep(6)  # lines are drawn one by one
             browser.screenshot(out / "tensorboard_charts.png")
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=IMAGES)
     parser.add_argument(
         "--tags",
-        default="live_arrays_gib$|(plain|train)_step$|train/loss$",
+        default="live_arrays_mib$|(plain|train)_step$|train/loss$",
         help="regular expression of the tags to show",
     )
     args = parser.parse_args()

@@ -12,7 +12,7 @@ from typing import Literal, final
 
 from jaxmem_callbacks.analysis.timeseries import RateLimiter
 from jaxmem_callbacks.records.runs import AcrossProcesses, Reading, Source, Unavailable
-from jaxmem_callbacks.records.units import GIB
+from jaxmem_callbacks.records.units import GIB, MIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,8 +57,9 @@ def _no_fragmentation(reading: Reading, reason: str) -> Unavailable:
     return Unavailable(figure="fragmentation", device=reading.device, reason=reason)
 
 
-Unit = Literal["GiB", "arrays", "share"]
-_IN_UNITS: dict[Unit, int] = {"GiB": GIB, "arrays": 1, "share": 1}
+ByteUnit = Literal["GiB", "MiB"]
+Unit = Literal["GiB", "MiB", "arrays", "share"]
+_IN_UNITS: dict[Unit, int] = {"GiB": GIB, "MiB": MIB, "arrays": 1, "share": 1}
 _FROM: dict[str, str] = {
     "allocator": "the allocator's statistics (Device.memory_stats)",
     "live_arrays": "jax.live_arrays()",
@@ -68,7 +69,7 @@ _FROM: dict[str, str] = {
     "plan": "the plan",
     "preset": "the preset",
 }
-_UNIT_WORDS: dict[Unit, str] = {"GiB": "in GiB", "arrays": "a number", "share": "a share of 1"}
+_UNIT_WORDS: dict[Unit, str] = {"GiB": "in GiB", "MiB": "in MiB", "arrays": "a number", "share": "a share of 1"}
 _MOMENT = "at the moment of reading"
 
 
@@ -77,7 +78,7 @@ class Figure:
     """One figure.
 
     Attributes:
-        tag: TensorBoard tag; tags of bytes carry the unit.
+        tag: TensorBoard tag; tags of bytes carry the unit. Inside the library it is GiB; what writers get may be in MiB.
         source: Which probe knows it, or ``compiler``, ``plan`` or ``preset``.
         unit: The tag's unit; fields of readings are in bytes or numbers.
         meaning: One line for the table of what is known here.
@@ -297,19 +298,49 @@ def over_processes(figure: Figure) -> Figure:
     )
 
 
+def in_unit(figure: Figure, unit: ByteUnit) -> Figure:
+    """The same figure with its bytes in another unit; what is not in GiB stays."""
+    if figure.unit != "GiB" or unit == "GiB":
+        return figure
+    return replace(figure, tag=figure.tag.replace("_gib", "_mib"), unit=unit)
+
+
+_IN_GIB = (*FIGURES, *DERIVED, *map(over_processes, (*FIGURES, *DERIVED)), *NAMED)
+_KNOWN = (*_IN_GIB, *(in_unit(figure, "MiB") for figure in _IN_GIB if figure.unit == "GiB"))
+
+
 def figure_of(tag: str) -> Figure | None:
-    """The figure under a scalar's tag, ``/min`` and ``/max`` included; None for what is not this library's."""
+    """The figure under a scalar's tag in either unit, ``/min`` and ``/max`` included; None for what is not this library's."""
     plain = tag.removesuffix("/min").removesuffix("/max")
-    if plain.startswith(PROCESSES):
-        known = [over_processes(figure) for figure in (*FIGURES, *DERIVED)]
-        return next((figure for figure in known if figure.tag == plain), None)
-    for figure in (*FIGURES, *DERIVED, *NAMED):
+    for figure in _KNOWN:
         if plain == figure.tag or (figure.tag.endswith("/") and tag.startswith(figure.tag)):
             return figure
     return None
 
 
-_BYTES = {"GiB": "bytes", "arrays": "count", "share": "share"}
+_ROOMY = 4 * GIB  # the smallest memory whose parts read well in GiB
+
+
+def byte_unit(platform: str, limit_bytes: int | None) -> ByteUnit:
+    """The unit of a whole run's tags.
+
+    GPUs and TPUs have GiB whatever is run on them, so that runs of one project share their charts. On the CPU, where small
+    models are tried, GiB would read 0.0003.
+
+    Args:
+        platform: Of JAX's devices, or of a plan's target.
+        limit_bytes: What a device may hold, where that is known.
+    """
+    return "MiB" if platform == "cpu" and (limit_bytes or 0) < _ROOMY else "GiB"
+
+
+def tag_in(tag: str, unit: ByteUnit) -> str:
+    """The tag under which writers get what the library keeps under a tag in GiB."""
+    figure = figure_of(tag)
+    return tag if figure is None else in_unit(figure, unit).tag + tag[len(figure.tag) :]
+
+
+_BYTES = {"GiB": "bytes", "MiB": "bytes", "arrays": "count", "share": "share"}
 
 
 def across_name(figure: Figure) -> str:
@@ -376,6 +407,21 @@ class Window:
                 flat[f"{tag}/min"] = spread.low
                 flat[f"{tag}/max"] = spread.high
         return flat
+
+
+def window_in(window: Window, unit: ByteUnit) -> Window:
+    """The window with its tags and values in a run's unit."""
+    if unit == "GiB":
+        return window
+    shown = {tag: tag_in(tag, unit) for tag in (*window.spreads, *window.ranged)}
+    scale = GIB // MIB
+    spreads = {
+        shown[tag]: spread
+        if shown[tag] == tag
+        else replace(spread, low=spread.low * scale, mean=spread.mean * scale, high=spread.high * scale)
+        for tag, spread in window.spreads.items()
+    }
+    return replace(window, spreads=spreads, ranged=frozenset(shown[tag] for tag in window.ranged))
 
 
 class _Sum:

@@ -16,9 +16,12 @@ from jaxmem_callbacks.analysis.figures import (
     NAMES,
     OUTSIDE_POOL,
     PROCESSES,
+    ByteUnit,
     Figure,
+    byte_unit,
     fragmentation_of,
     over_processes,
+    tag_in,
     values_of,
 )
 from jaxmem_callbacks.analysis.observation import Compiled, Metrics, Observation
@@ -86,9 +89,13 @@ class AvailabilityRow:
 
 @final
 class MetricAvailability:
-    """The figures that are known so far, learnt from observations, and why the others are not."""
+    """The figures that are known so far, learnt from observations, and why the others are not.
+
+    ``unit`` is that of the run's tags.
+    """
 
     def __init__(self, limit_bytes: int | None = None, plan: PlanRecord | None = None) -> None:
+        self.unit: ByteUnit = "GiB"
         self._limit_bytes = limit_bytes
         self._plan = plan
         self._latest: dict[tuple[str, str], Reading] = {}
@@ -150,11 +157,11 @@ class MetricAvailability:
         values = {reading.device: getattr(reading, figure.field or "") for reading in seen}
         known = {device: value for device, value in values.items() if value is not None}
         if known:
-            return _row(figure.tag, _spelled(known, figure), figure.source, figure.meaning)
+            return _row(tag_in(figure.tag, self.unit), _spelled(known, figure), figure.source, figure.meaning)
         why = self._why.get(figure.source)
         if why and not seen:
-            return _unknown(figure.tag, figure.source, f"unknown, because {why}")
-        return _unknown(figure.tag, figure.source, _NOT_IN_STATISTICS if seen else _NOT_READ)
+            return _unknown(tag_in(figure.tag, self.unit), figure.source, f"unknown, because {why}")
+        return _unknown(tag_in(figure.tag, self.unit), figure.source, _NOT_IN_STATISTICS if seen else _NOT_READ)
 
     def _derived(self, figure: Figure) -> AvailabilityRow:
         known: dict[str, float] = {}
@@ -163,8 +170,8 @@ class MetricAvailability:
             if figure.tag in value:
                 known[reading.device] = value[figure.tag] * figure.divisor
         if known:
-            return _row(figure.tag, _spelled(known, figure), figure.source, figure.meaning)
-        return _unknown(figure.tag, figure.source, f"unknown, because {self._why_not(figure)}")
+            return _row(tag_in(figure.tag, self.unit), _spelled(known, figure), figure.source, figure.meaning)
+        return _unknown(tag_in(figure.tag, self.unit), figure.source, f"unknown, because {self._why_not(figure)}")
 
     def _why_not(self, figure: Figure) -> str:
         """Why a figure that is computed from others has no value."""
@@ -210,7 +217,12 @@ class MetricAvailability:
             f"; silent: {silent}" if silent else ""
         )
         return [
-            _row(over_processes(NAMES[name]).tag, _across_spelled(each, NAMES[name]), "processes", text)
+            _row(
+                tag_in(over_processes(NAMES[name]).tag, self.unit),
+                _across_spelled(each, NAMES[name]),
+                "processes",
+                text,
+            )
             for name, each in self._across.figures.items()
             if name in NAMES
         ]
@@ -549,6 +561,8 @@ class RunSummary:
     @property
     def known_rows(self) -> tuple[AvailabilityRow, ...]:
         """What was known and why others were not."""
+        platform = self.start.devices.get("platform") if self.start is not None else None
+        self.known.unit = byte_unit(str(platform), self.limit_bytes)
         return self.known.rows()
 
     def _note(self, record: Unavailable | AcrossProcesses | HeapMap | Dropped | Said) -> None:

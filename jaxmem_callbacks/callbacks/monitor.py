@@ -112,7 +112,7 @@ class MemoryMonitor:
     A call costs microseconds: it waits for no device, transfers nothing, compiles nothing and holds metric scalars for two
     steps at most. A part that fails is named once on stderr and switched off.
 
-    Tags: ``memory/..._gib`` (mean of a window; ``/min`` and ``/max`` where there were several values or devices),
+    Tags: ``memory/..._gib``, on the CPU ``..._mib`` (mean of a window; ``/min`` and ``/max`` where values differed),
     ``train/<metric>``, ``memory/events``, ``memory/known_here``, ``memory/checkpoint_saves``, ``memory/over_time``,
     ``memory/heap_map``; of a plan ``plan/frontier``, ``plan/candidates``, ``plan/where_figures_come_from``,
     ``memory/planned_gib/<step>``. docs/figures.md explains each.
@@ -268,8 +268,8 @@ class MemoryMonitor:
             step: Its number.
 
         Returns:
-            Tag -> value, such as ``memory/live_arrays_gib``; unknown figures are absent. Dear figures are at most
-            ``scan_s`` old.
+            Tag -> value, such as ``memory/live_arrays_gib``, in GiB on the CPU too; unknown figures are absent. Dear figures
+            are at most ``scan_s`` old.
         """
         self(step)
         latest = self._faults.attempt("sampling", self._latest, default={})

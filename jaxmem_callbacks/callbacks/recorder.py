@@ -21,7 +21,18 @@ from typing import Any, TypeVar, final
 import jax
 
 import jaxmem_callbacks
-from jaxmem_callbacks.analysis.figures import ERROR, PRESET_LIMIT, PROGRAM, History, Windows, across_scalars, values_of
+from jaxmem_callbacks.analysis.figures import (
+    ERROR,
+    PRESET_LIMIT,
+    PROGRAM,
+    ByteUnit,
+    History,
+    Windows,
+    across_scalars,
+    byte_unit,
+    values_of,
+    window_in,
+)
 from jaxmem_callbacks.analysis.observation import Metrics, Observation
 from jaxmem_callbacks.analysis.run_summary import COLUMNS, DURING, MetricAvailability, Saves
 from jaxmem_callbacks.analysis.timeseries import PICTURES, RateLimiter
@@ -97,6 +108,7 @@ class Recorder:
         self._across: Mapping[str, float] = {}
         self._limit = settings.limit_bytes
         self._figures = RateLimiter(settings.figure_s, PICTURES)
+        self._unit: ByteUnit | None = None
         self._unflushed = False
         self._dropped = 0
         self.events: tuple[MemoryEvent, ...] = ()
@@ -107,6 +119,8 @@ class Recorder:
         events = [scrubbed(self._saves.labelled(event)) for event in events]
         self.events += tuple(events)
         self._learn(observation)
+        if self._unit is None:  # once: a tag that changes its unit would be two curves
+            self._unit = self._known.unit = byte_unit(jax.local_devices()[0].platform, self._limit)
         if self._unwritten_plan is not None:
             self._faults.attempt("the plan's page", self._write_plan, self._unwritten_plan, observation, default=None)
             self._unwritten_plan = None
@@ -120,7 +134,7 @@ class Recorder:
         window = self._windows.close(observation.step, observation.time_s, force=last)
         if window is not None:
             self._history.add(window)
-            self._write(window)
+            self._write(window_in(window, self._unit))
         if observation.dropped > self._dropped and (last or window is not None):
             self._dropped = observation.dropped
             self._write(Dropped(step=observation.step, time_s=observation.time_s, stamps=self._dropped))
@@ -141,7 +155,7 @@ class Recorder:
         self._flush()
 
     def latest(self, fresh: Sequence[Reading] = ()) -> dict[str, float]:
-        """Tag -> value now: the latest reading of every probe and device, ``fresh`` ones first."""
+        """Tag -> value in GiB now: the latest reading of every probe and device, ``fresh`` ones first."""
         readings = self._latest | {(each.source, each.device): each for each in fresh}
         pool = Windows(0.0)
         for reading in readings.values():

@@ -146,7 +146,7 @@ def _platform_of(device: Any) -> Platform:
 
 _NO_LIBRARY = "the driver is asked through nvidia-ml-py, which is not installed"
 _NOT_NVIDIA = {
-    "cpu": "no driver counts the memory of JAX's CPU devices; memory/host_gib has the process's",
+    "cpu": "no driver counts the memory of JAX's CPU devices; the host's figure has the process's own",
     "tpu": "a TPU's driver reports no figures to processes",
     "rocm": "only NVIDIA's driver is asked (NVML)",
 }

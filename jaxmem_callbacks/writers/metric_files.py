@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import final
 
-from jaxmem_callbacks.analysis.figures import Window
+from jaxmem_callbacks.analysis.figures import Window, figure_of
 from jaxmem_callbacks.records.arguments import require_path
 from jaxmem_callbacks.records.files import append_to, write_file
 from jaxmem_callbacks.records.runs import MemoryEvent
-from jaxmem_callbacks.records.units import GIB
 from jaxmem_callbacks.writers.protocol import Record, Writer
 
 _HEAD = ("time_s", "step", "tag", "value")
@@ -67,7 +66,7 @@ class PrometheusWriter(Writer):
     """Keeps the latest figures in a text file of Prometheus, for the textfile collector of its node exporter.
 
     The file is replaced whole at each window. Metrics are gauges such as ``jaxmem_memory_in_use_bytes``; what is counted in GiB
-    elsewhere is in bytes here. ``jaxmem_events_total`` counts events by kind, and ``jaxmem_step`` is the latest step.
+    or MiB elsewhere is in bytes here. ``jaxmem_events_total`` counts events by kind, and ``jaxmem_step`` is the latest step.
 
     Args:
         path: The file, whose name ends with ``.prom`` for that collector, in a folder that is there.
@@ -102,8 +101,9 @@ def prometheus_text(step: int, scalars: Mapping[str, float], kinds: Mapping[str,
     """
     gauges: dict[str, float] = {"jaxmem_step": step}
     for tag, value in scalars.items():
-        scaled = re.sub(r"_gib(?![a-z])", "_bytes", tag)
-        _ = gauges.setdefault(f"jaxmem_{_NO_NAME.sub('_', scaled)}", value if scaled == tag else value * GIB)
+        figure = figure_of(tag)
+        scaled = tag if figure is None else re.sub("_[gm]ib", "_bytes", figure.tag) + tag[len(figure.tag) :]
+        _ = gauges.setdefault(f"jaxmem_{_NO_NAME.sub('_', scaled)}", value * (1 if figure is None else figure.divisor))
     lines = [line for name, value in gauges.items() for line in (f"# TYPE {name} gauge", f"{name} {_spelled(value)}")]
     lines.append("# TYPE jaxmem_events_total counter")
     lines += [f'jaxmem_events_total{{kind="{kind}"}} {count}' for kind, count in kinds.items()]

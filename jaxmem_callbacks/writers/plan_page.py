@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from jaxmem_callbacks.analysis.figures import BUDGET, PLANNED, Spread, Window
+from jaxmem_callbacks.analysis.figures import BUDGET, PLANNED, Spread, Window, byte_unit, window_in
 from jaxmem_callbacks.records.errors import PlanError
 from jaxmem_callbacks.records.plans import Candidate, PlanRecord
 from jaxmem_callbacks.records.policies import mesh_words
@@ -81,7 +81,7 @@ def _source_rows(record: PlanRecord) -> Iterator[tuple[str, str, str]]:
 def _byte_rows(record: PlanRecord, chosen: Candidate) -> Iterator[tuple[str, str, str]]:
     where = "the attached device's compiler" if record.target == "attached" else f"the compiler for {record.target}"
     parts = "arguments + results - results that reuse arguments + temporaries + constants, of one device"
-    yield "needs", _exact(chosen.step_bytes), f"{where}: {parts}; the scalar {_planned_tag(record)}"
+    yield "needs", _exact(chosen.step_bytes), f"{where}: {parts}"
     for name, count in (
         ("arguments", chosen.argument_bytes),
         ("results", chosen.output_bytes),
@@ -100,7 +100,7 @@ def _byte_rows(record: PlanRecord, chosen: Candidate) -> Iterator[tuple[str, str
     if record.budget_bytes is None:
         yield "budget", "none", record.budget_reason
     else:
-        yield "budget", _exact(record.budget_bytes), f"{record.budget_reason}; the scalar {BUDGET}"
+        yield "budget", _exact(record.budget_bytes), record.budget_reason
     if record.limit_bytes not in (None, record.budget_bytes):
         yield "usable", _exact(record.limit_bytes), "all that a program could use there"
     if record.resident_bytes:
@@ -165,7 +165,8 @@ def write_plan_run(record: PlanRecord, frontier: Collection[Candidate], logdir: 
             writer.write(each)
         writer.write(plan_picture(record, frontier, step=0, time_s=now))
         spreads = {tag: Spread(low=gib, mean=gib, high=gib, count=1) for tag, gib in plan_scalars(record).items()}
-        writer.write(Window(step=0, time_s=now, spreads=spreads))
+        unit = byte_unit(record.platform, record.budget_bytes)
+        writer.write(window_in(Window(step=0, time_s=now, spreads=spreads), unit))
     finally:
         writer.close()
     return folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -24,10 +25,13 @@ from jaxmem_callbacks.analysis.figures import (
     PRESET_LIMIT,
     PROCESSES,
     PROGRAM,
+    ByteUnit,
     Figure,
     Window,
     figure_of,
+    in_unit,
     over_processes,
+    tag_in,
 )
 from jaxmem_callbacks.records.documents import Document, as_markdown
 from jaxmem_callbacks.records.errors import printable
@@ -68,6 +72,7 @@ _SHORT = {
     "memory/unattributed_gib": "Unattributed",
     "memory/device_used_gib": "Whole device, by the driver",
 }
+_UNITS: tuple[ByteUnit, ...] = ("GiB", "MiB")  # a run has one of them
 _RANGES = "Range of each window: min, mean, max"
 _ALL = "All processes: min, mean, max"
 
@@ -81,11 +86,11 @@ def layout_of(tags: Collection[str]) -> Layout:
     """
     found: Layout = {}
     for category, charts in _LINES.items():
-        for title, lines in charts.items():
-            patterns = [_pattern(tag) for tag in lines]
+        for (title, lines), unit in itertools.product(charts.items(), _UNITS):
+            patterns = [_pattern(tag_in(tag, unit)) for tag in lines]
             if any(re.match(pattern, tag) for pattern in patterns for tag in tags):
-                found.setdefault(category, {})[title] = (_MULTILINE, patterns)
-    known = (*FIGURES, *DERIVED)
+                found.setdefault(category, {})[title.replace("[GiB]", f"[{unit}]")] = (_MULTILINE, patterns)
+    known = [in_unit(figure, unit) for figure in (*FIGURES, *DERIVED) for unit in _UNITS]
     for category, figures in ((_RANGES, known), (_ALL, tuple(map(over_processes, known)))):
         if ranged := dict(_ranges(tags, figures)):
             found[category] = ranged
@@ -95,7 +100,7 @@ def layout_of(tags: Collection[str]) -> Layout:
 def _ranges(tags: Collection[str], figures: Iterable[Figure]) -> Iterator[tuple[str, Chart]]:
     for figure in figures:
         tags_of_range = [figure.tag, f"{figure.tag}/min", f"{figure.tag}/max"]
-        short = _SHORT.get(figure.tag.replace(PROCESSES, "memory/"))
+        short = _SHORT.get(figure.tag.replace(PROCESSES, "memory/").replace("_mib", "_gib"))
         if short and all(tag in tags for tag in tags_of_range):
             chart = _MULTILINE, list(map(_pattern, tags_of_range))
             yield f"{short} [{figure.unit}], from {figure.source}", chart
