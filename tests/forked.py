@@ -13,6 +13,7 @@ import json
 import os
 import pkgutil
 import runpy
+import signal
 import subprocess
 import sys
 import tempfile
@@ -84,6 +85,7 @@ def end_all() -> None:
 
 def become(words: list[str], cwd: str, env: dict[str, str], out: str, err: str) -> None:
     """In the fork: what the interpreter does with its command line."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

@@ -189,6 +189,7 @@ def test_a_failure_of_one_process_is_an_event_of_its_run_that_the_first_ones_pag
     folder, where = tmp_path / "run", address()
     processes = [start(FAILING, str(folder), str(rank), where) for rank in range(2)]
     until(lambda: '"out_of_memory"' in "".join(p.read_text() for p in folder.glob(process_name(1))), seconds=120)
+    until(lambda: (folder / "memory.jsonl").exists() and lines(folder), seconds=120)
     for process in processes:
         process.kill()
         finished(process)

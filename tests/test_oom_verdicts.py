@@ -122,6 +122,21 @@ def test_a_program_that_only_its_size_tells_is_the_probable_one(compiled_twice):
     assert named.memory.temp_bytes == asked
 
 
+def test_a_program_of_plain_jit_is_found_by_its_size_behind_many_newer_ones():
+    @jax.jit
+    def sorts_many_rows(batch):
+        return jnp.sort(batch @ batch.T, axis=0).sum()
+
+    compiled = sorts_many_rows.lower(jnp.ones((2 * MANY, 8))).compile()
+    small = [jax.jit(lambda x, n=n: x * n).lower(1.0).compile() for n in range(20)]
+    asked = compiled.memory_analysis().temp_size_in_bytes
+    for text in (f"Out of memory allocating {asked} bytes.", "Out of memory while jit_sorts_many_rows ran."):
+        facts = OomFacts(program="jit_sorts_many_rows" if "ran" in text else None, requested_bytes=asked)
+        found = failing_program(jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {text}"), facts)
+        assert (found.name, found.memory.temp_bytes) == ("jit_sorts_many_rows", asked)
+    del small
+
+
 def test_a_compile_is_that_of_its_step_where_another_has_its_name(compiled_twice):
     other = jm.jit_step(compiled_twice.__wrapped__, donate_argnames=())
     other(jnp.float32(0), np.ones((FEW // 2, 8)))

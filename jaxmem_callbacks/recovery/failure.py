@@ -38,6 +38,7 @@ _ALONE = "probably this one: of the programs here it takes most, and more than i
 _AS_LARGE = "probably this one: what it takes is as large as what was asked for"
 _LARGEST = "; its figures are those of its largest compile, since none for these arguments is known"
 _LOOKED_AT = 16  # of the newest programs, where nothing else identifies it
+_NAMED = 1000  # whose name or size is compared: a loop compiles many small ones after its step
 _NEAR = 0.01  # printed sizes are rounded, and allocators round up
 
 
@@ -205,7 +206,7 @@ def _is_for(compilation: Compilation, leaves: Sequence[Leaf]) -> bool:
 
 def _others() -> list[ProgramMemory]:
     """Programs that can still run, the newest first; those of registered steps too."""
-    return [_memory(program) for program in programs_here()] if backend_exists() else []
+    return [_memory(program) for program in programs_here(_NAMED)] if backend_exists() else []
 
 
 def _memory(program: LiveProgram) -> ProgramMemory:
