@@ -85,6 +85,7 @@ COMMANDS = {
     "oom_report": "bench-recovery",
     "remat_policies": "bench-policies",
     "state_offload": "bench-state",
+    "two_hosts": "bench-hosts",
     "vmapped_programs": "bench-vmaps",
 }
 # Checks that write a result file -> files that they rest on. What they check is the package as it was then, all of it, so that
@@ -92,6 +93,7 @@ COMMANDS = {
 CHECKS: dict[str, tuple[str, ...]] = {
     "memory_viewer": ("benchmarks/gallery/memory_viewer.py", "benchmarks/gallery/viewed.py"),
     "remat_policies": ("benchmarks/gallery/remat_policies.py",),
+    "two_hosts": ("benchmarks/gallery/host.py", "benchmarks/gallery/two_hosts.py"),
     "check_wheel": ("pyproject.toml", "tools/check_wheel.py", "tools/wheel_use.py"),
     "gallery": ("benchmarks/gallery/outcome.py", "benchmarks/gallery/pasting.py"),
 }

@@ -64,6 +64,18 @@ class Trial:
             shutil.copytree(folder_of(program.line) / "sources" / program.examples, self.plain, dirs_exist_ok=True)
         self.row: dict[str, Any] = {}
 
+    def variables(self) -> dict[str, str]:
+        """Of a process in the environment of the program's JAX line."""
+        folder = folder_of(self.program.line)
+        return {
+            **os.environ,
+            "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "TF_CPP_MIN_LOG_LEVEL": "3",
+            "JAXMEM_TARGET_PATH": os.environ.get("JAXMEM_TARGET_PATH") or str(targets_folder(folder)),
+        }
+
     def run(self, where: Path, *command: str, ends: tuple[int, ...] = (0,), **variables: str) -> int:
         """The exit code of a command in a folder. Its output is in `stdout.txt` there; its processor seconds go into the row.
 
@@ -71,22 +83,13 @@ class Trial:
             FailedError: it failed, with the last line of its own.
         """
         folder = folder_of(self.program.line)
-        environment = {
-            **os.environ,
-            "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),
-            "JAX_PLATFORMS": "cpu",
-            "TF_CPP_MIN_LOG_LEVEL": "3",
-            "JAXMEM_TARGET_PATH": os.environ.get("JAXMEM_TARGET_PATH") or str(targets_folder(folder)),
-            **variables,
-        }
         before = _processor_seconds()
         with (where / "stderr.txt").open("w") as errors:
             try:
                 done = subprocess.run(  # noqa: S603 - commands of this file
                     [str(folder / "bin" / command[0]), *command[1:]],
                     cwd=where,
-                    env=environment,
+                    env=self.variables() | variables,
                     stdout=subprocess.PIPE,
                     stderr=errors,
                     text=True,

@@ -32,7 +32,7 @@ def profiled(script: str) -> Path:
 
 
 def viewed(profile: Path, step: str) -> dict[str, Any]:
-    """The step's program in the memory viewer; of several of that name the one that needs most.
+    """The step's program in the memory viewer; of several of that name the first, since `jaxmem inspect` stops at the first call.
 
     Raises:
         LookupError: the profile has no program of that name.
@@ -41,16 +41,14 @@ def viewed(profile: Path, step: str) -> dict[str, Any]:
 
     converter.xspace_to_tool_names([str(profile)])  # writes a file for each program
     names = [each.name.removesuffix(".hlo_proto.pb") for each in profile.parent.glob("*.hlo_proto.pb")]
-    shown: list[dict[str, Any]] = []
-    for name in names:
-        if name.partition("(")[0] == f"jit_{step}":
-            asked = {"module_name": name, "memory_space": "0"}
-            data, _ = converter.xspace_to_tool_data([str(profile)], "memory_viewer", asked)
-            shown.append(json.loads(data))
-    if not shown:
+    found = [name for name in names if name.partition("(")[0] == f"jit_{step}"]
+    if not found:
         msg = f"no program jit_{step} among {', '.join(sorted(names))}"
         raise LookupError(msg)
-    return max(shown, key=lambda each: each["totalBufferAllocationMib"])
+    first = min(found, key=lambda name: int(name.rpartition("(")[2].rstrip(")")))
+    asked = {"module_name": first, "memory_space": "0"}
+    data, _ = converter.xspace_to_tool_data([str(profile)], "memory_viewer", asked)
+    return json.loads(data)
 
 
 if __name__ == "__main__":
