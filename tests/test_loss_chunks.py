@@ -495,6 +495,6 @@ def test_a_shard_map_that_tracks_what_varies_is_refused() -> None:
 
     loss = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
     with pytest.raises(
-        PolicyError, match="inside a `shard_map` with check_vma=True, in which nothing can be traced anew"
+        PolicyError, match="inside a `shard_map` with check_vma=True, in which nothing can be traced again"
     ):
         both(loss, p, t, jm.StepPolicy(chunks=4))

@@ -83,8 +83,8 @@ def _donation_event(compiled: Compiled, news: Sequence[str]) -> MemoryEvent:
 
 
 _QUIET_STEPS = 100  # an episode ends after so many steps without another compile for the same arguments
-_ANEW = 3  # steps of training that compile for the same arguments: a step that is made anew in the loop
-_MADE_ANEW = "made anew"
+_ANEW = 3  # steps of training that compile for the same arguments: a step that is made again in the loop
+_MADE_AGAIN = "made again"
 _SHOWN_CHANGES = 4  # changed arguments spelled out in one message
 
 
@@ -92,7 +92,7 @@ _SHOWN_CHANGES = 4  # changed arguments spelled out in one message
 class RecompilationDetector:
     """One event for each program and set of changed arguments; the first compile of a program is none.
 
-    A registered step that is compiled for the same arguments at several steps of the training is made anew in the loop; several
+    A registered step that is compiled for the same arguments at several steps of the training is made again in the loop; several
     of one name that are compiled together, or for two policies, are not. Nor is a compile that loses a donation reported here:
     the donation's own event names what changed.
 
@@ -138,7 +138,7 @@ class RecompilationDetector:
         if compilation.time_s < self._since_s or not again or loses_donation:
             return False
         changed = frozenset(change.split(":", 1)[0] for change in compilation.changed)
-        key = (compilation.program, frozenset((_MADE_ANEW,)) if anew else changed)
+        key = (compilation.program, frozenset((_MADE_AGAIN,)) if anew else changed)
         last = self._last_step.get(key)
         self._last_step[key] = step
         return last is None or step - last > _QUIET_STEPS

@@ -231,7 +231,7 @@ class Trend:
         self._stays: Rise | None = None
 
     def add(self, step: int, value: float) -> None:
-        """Take the next value; steps that go back, as after a restore, begin anew."""
+        """Take the next value; steps that go back, as after a restore, begin again."""
         if self._opened is not None and step < self._opened:
             self.__init__(self._steps * _STRETCHES)
         if self._opened is None:

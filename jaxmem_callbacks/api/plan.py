@@ -73,7 +73,7 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
             optimizer part divided (``zero1``) and divided (``fsdp``), the batch divided over the devices; at most 16 compiles.
             Arguments with shardings stay where they are.
         resident: What else stays in memory: bytes, ``"2GiB"``, a tree of arrays such as an EMA copy, or a list of such.
-        search: What may be varied besides, at most 16 compiles in all: ``{"remat": True, "offload": True,
+        search: What may be varied in addition, at most 16 compiles in all: ``{"remat": True, "offload": True,
             "chunks": True, "microbatches": [2, 4], "donate": True, "sharding": ["zero1", "fsdp"], "batch": {"multiple_of":
             8, "at_most": 512}}``, of which any part may be left out and most may be True; docs/plan_search.md has the words. The
             batch is changed only by ``"batch"``.
@@ -174,7 +174,7 @@ class Plan:
 
     @property
     def compiles(self) -> int:
-        """How many compiles of the step this took, those from the disk cache included; programs beside it come besides."""
+        """How many compiles of the step this took, those from the disk cache included; programs beside it are not counted."""
         return self.record.compiles
 
     def figure(self) -> Figure:

@@ -354,7 +354,7 @@ class Sampler:
         return (self.ring[-1][1] if self.ring else self._step) + 1
 
     def collect(self, *, scan: bool = False) -> Observation:
-        """Everything since the last look; the dearer probes are read when due, or now with ``scan``."""
+        """Everything since the last look; the more expensive probes are read when due, or now with ``scan``."""
         stamps = self._drain()
         self._hold_from_s = _hold_from(stamps, self._look_s)
         self.due.next_s = 0.0

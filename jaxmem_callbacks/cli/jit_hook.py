@@ -340,7 +340,7 @@ def _itself(jitted: Any) -> Any:
 
 
 def _kind(arguments: Any) -> Hashable:
-    """What makes JAX trace anew, as far as it matters here: shapes, types, switches and words."""
+    """What makes JAX trace again, as far as it matters here: shapes, types, switches and words."""
 
     def kind_of(leaf: Any) -> Hashable:
         if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):

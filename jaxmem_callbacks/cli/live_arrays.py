@@ -84,7 +84,7 @@ def copies_of_arguments(
         step: What is called.
         args: Its arguments.
         kwargs: Likewise.
-        alive: What is alive besides.
+        alive: What is alive apart from them.
     """
     groups = alive.groups if alive else ()
     free = Counter({(each.shape, each.dtype): each.count for each in groups})

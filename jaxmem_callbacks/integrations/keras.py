@@ -26,7 +26,7 @@ _LOCAL = "logdir='runs/a'"
 class MemoryCallback(keras.callbacks.Callback):  # pyright: ignore - it takes `keras` for this file
     """Report every step of `model.fit` to a `MemoryMonitor`, without a sync: neither the values nor the state are waited for.
 
-    Steps are counted over epochs and over calls of `fit`, where Keras begins anew; with ``steps_per_execution=4`` they are 3, 7
+    Steps are counted over epochs and over calls of `fit`, where Keras begins again; with ``steps_per_execution=4`` they are 3, 7
     and so on, as Keras counts its batches. A step's metrics come with it where Keras knew them in time, an epoch's with its
     last step, but for data without a length, whose last step is reported before. Validation and `evaluate` are no steps. The
     monitor stays the user's to close.

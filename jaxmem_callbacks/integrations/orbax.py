@@ -59,7 +59,7 @@ class OrbaxCheckpoints:
         )
 
     def save(self, step: int, state: Any, note: Mapping[str, Any]) -> Path:
-        """Write one; a step that is there already is written anew."""
+        """Write one; a step that is there already is written again."""
         if step in self._manager.all_steps():
             self._manager.delete(step)
         items = {

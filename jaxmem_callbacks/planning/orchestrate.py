@@ -500,7 +500,7 @@ def compile_beside(
         problem: The step, its state placed.
         traced: The step with the arguments as the user gave them, and as the problem places them.
         programs: Functions and their arguments.
-        resident: What stays in memory besides.
+        resident: What stays in memory in addition.
         queue: Reports and counts what is compiled.
 
     Raises:

@@ -2,7 +2,7 @@
 
 The two ends come first, in parallel: the plain step and the step that keeps only what is alive at the cuts that the library
 chooses. Then what the author of the loss would write: a checkpoint around each block that repeats. Between the lower ends and
-the plain step are shares of what is dear to compute again, whose operations are known from a trace; only bytes have to be asked
+the plain step are shares of what is expensive to recompute, whose operations are known from a trace; only bytes have to be asked
 for: `candidates_for` makes the list.
 """
 
@@ -340,7 +340,7 @@ class CandidatePolicy:
 
 
 def candidates_for(compiler: Compiler, full: StepPolicy) -> list[CandidatePolicy]:
-    """Policies from ``full``, which keeps only what is alive at its cuts, to hardly anything dear computed again.
+    """Policies from ``full``, which keeps only what is alive at its cuts, to hardly anything expensive recomputed.
 
     Args:
         compiler: Traces the step under a policy.
@@ -519,7 +519,7 @@ def cuts_moved(base: StepPolicy) -> StepPolicy:
 def offloading_policies(compiler: Compiler, base: StepPolicy) -> list[StepPolicy]:
     """The policies worth compiling, those that compute most again and move least first.
 
-    What is kept on the device is all that is dear to compute again, since it costs no time. What is kept on the host is as much
+    What is kept on the device is all that is expensive to recompute, since it costs no time. What is kept on the host is as much
     of it as comes back sooner than it is computed again, as modelled; where nothing does or nobody knows, all of it, for the
     sake of bytes.
 

@@ -163,7 +163,7 @@ class FollowedFolder:
         return newest
 
     def _found(self) -> Sequence[tuple[int, _File]]:
-        """The files by process, oldest part first; all of them anew where one was cut, replaced or taken away."""
+        """The files by process, oldest part first; all of them again where one was cut, replaced or taken away."""
         first = self._path / JSONL_NAME
         paths = [(0, each) for each in (*earlier_parts(first), first)]
         paths += list(process_files(first).items())

@@ -56,7 +56,7 @@ class MovePlan:
         stays: Key of a buffer that stays, to why.
         largest_before: The largest free block between and behind the buffers now.
         largest_after: And after the steps, as expected.
-        extra_bytes: The most memory that a step takes besides, on the device or on the host.
+        extra_bytes: The most memory that a step takes in addition, on the device or on the host.
     """
 
     steps: tuple[MoveStep, ...]
@@ -113,7 +113,7 @@ class DefragmentReport:
         after: And after.
         moved: The arrays that were moved, in their order.
         stayed: Path of an array that stayed, to why.
-        extra_bytes: The most memory that a step took besides, on the device or on the host.
+        extra_bytes: The most memory that a step took in addition, on the device or on the host.
         seconds: Of all of it, planning included.
         device_seconds: Of the copies on the device.
         host_seconds: Of the copies to the host and back.

@@ -142,7 +142,7 @@ class CompilerOptions:
             msg = (
                 f"The policy's compiler_options {self.words} are for {self.platform} and jax {self.jax}, and this compiles for "
                 f"{here} with jax {line}, where they may be unknown or do something else. Leave compiler_options out, or plan "
-                "anew for this hardware and this JAX."
+                "again for this hardware and this JAX."
             )
             raise PolicyError(msg)
 
@@ -313,17 +313,17 @@ class StepPolicy:
 
     Attributes:
         remat: What the backward pass keeps, by canonical name or synonym; ``none`` leaves the loss untouched, ``full``
-            keeps only the values at the cuts, and what is dear of what waits for the loss's head. A word of MaxText's, such as
-            ``minimal``, keeps those of its tensors that the loss names.
+            keeps only the values at the cuts, and what waits for the loss's head and is expensive to recompute. A word of
+            MaxText's, such as ``minimal``, keeps those of its tensors that the loss names.
         segments: Number of segments the loss is cut into; ``blocks`` for one around each block that repeats, such as a layer, and
             nothing around the rest, as its author would write it; or None to choose by live bytes.
         levels: 1, or 2 for checkpoints around groups of segments and for loops of loops: about the root of what one level
             keeps, for one more forward computation.
-        keep: Share, from 0 to 1, of the bytes of intermediates dear to compute again that are kept besides; those that save
+        keep: Share, from 0 to 1, of the bytes of intermediates expensive to recompute that are kept in addition; those that save
             most operations a byte come first.
         assume_fusion: Whether cuts are chosen for a compiler that does elementwise work inside what reads it, as those of GPUs
             and TPUs do. False is for one that holds what JAX keeps, as a CPU's does; `jm.plan` sets it for a CPU.
-        save: Names given by ``checkpoint_name`` in the model that are kept besides.
+        save: Names given by ``checkpoint_name`` in the model that are kept in addition.
         offload: What waits in host memory between forward and backward: such names, and two words for what the library stores
             of loops over layers: ``cuts`` (what each step hands to the next) and ``kept`` (what ``keep`` keeps of each step).
         own_checkpoints: What becomes of checkpoints that the loss has already (``jax.checkpoint``, ``nn.remat``, ``nnx.remat``,
@@ -399,7 +399,10 @@ class StepPolicy:
             msg = f"levels={self.levels!r}: expected 1 or 2. A third level would compute everything a fourth time."
             raise PolicyError(msg)
         if isinstance(self.keep, bool) or not isinstance(self.keep, numbers.Real) or not 0 <= self.keep <= 1:
-            msg = f"keep={self.keep!r}: expected a share from 0 (only the values at the cuts) to 1 (all that is dear to compute)."
+            msg = (
+                f"keep={self.keep!r}: expected a share from 0 (only the values at the cuts) to 1 (all that is expensive to "
+                "recompute)."
+            )
             raise PolicyError(msg)
         if not isinstance(cast("object", self.assume_fusion), bool):
             msg = f"assume_fusion={self.assume_fusion!r}: expected true or false; false is for a CPU's compiler."
@@ -463,7 +466,7 @@ class StepPolicy:
 
     @property
     def rewrites_loss(self) -> bool:
-        """Whether a loss may be traced and written anew: for what acts on it, or to gather what a sharding divides."""
+        """Whether a loss may be traced and written again: for what acts on it, or to gather what a sharding divides."""
         return self._acts_on_loss or self.sharding in GATHERED
 
 

@@ -53,7 +53,7 @@ def defragment(tree: _Tree, *, max_extra_bytes: int | str | None = None) -> tupl
 
     Args:
         tree: The state, and whatever else lives long: a tree of arrays and other leaves.
-        max_extra_bytes: The most that one step takes besides, on the device for a copy or on the host; None for the largest
+        max_extra_bytes: The most that one step takes in addition, on the device for a copy or on the host; None for the largest
             array, and at least 1 GiB.
 
     Returns:

@@ -76,7 +76,7 @@ class HostSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class HostLeaf:
-    """One array: its parts, by their place in it, and what it was besides."""
+    """One array: its parts, by their place in it, and its dtype, shape and sharding."""
 
     parts: dict[_Place, Any]
     like: Any  # shape, dtype and sharding; the value itself for what is no array of JAX

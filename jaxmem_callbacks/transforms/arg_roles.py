@@ -152,7 +152,7 @@ class Role:
     Attributes:
         kind: A word of `transforms.arg_roles`, or None where dataflow does not show it.
         updated: Whether some result is the same array updated.
-        accumulates: Whether gradients are added to it until some step begins anew, as `optax.MultiSteps` does.
+        accumulates: Whether gradients are added to it until some step begins again, as `optax.MultiSteps` does.
     """
 
     kind: str | None

@@ -276,7 +276,7 @@ def apply(loss: LossProfile, choice: Choice, policy: Policy) -> Any:
     Args:
         loss: The loss.
         choice: Where it is cut, and what its pieces keep.
-        policy: What checkpoints keep besides, as JAX's checkpoint policy.
+        policy: What checkpoints keep in addition, as JAX's checkpoint policy.
     """
     flat, cheap = loss.flat, choice.cheap
     template, sharing = checkpoint_template(policy, prevent_cse=True), Sharing()
@@ -377,7 +377,7 @@ _FEWEST = 2 * 2
 
 
 def loop_in_steps(loop: Loop, policy: Policy, kept: frozenset[Any]) -> list[Any]:
-    """A loop with a checkpoint around each step, made without tracing it anew."""
+    """A loop with a checkpoint around each step, made without tracing it again."""
     return [_checkpointed_loop(loop, policy, kept, loop.moved)]
 
 

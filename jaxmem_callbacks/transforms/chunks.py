@@ -392,7 +392,7 @@ def _with_changed_bodies(flat: Equations, path: str, count: int, refused: dict[s
         if eqn.primitive.name not in _ENTERED or is_chunked(eqn) or (path == HEAD and is_changed):
             continue
         if eqn.params.get("check_vma"):
-            refused["inside a `shard_map` with check_vma=True, in which nothing can be traced anew"] = None
+            refused["inside a `shard_map` with check_vma=True, in which nothing can be traced again"] = None
             continue
         jaxpr = eqn.params["jaxpr"]
         inner = flatten(jaxpr, hoist_constants=False)

@@ -54,7 +54,7 @@ class FlopCount:
 
     @property
     def weight(self) -> float:
-        """What the dearer branch of a conditional has more of."""
+        """What the more expensive branch of a conditional has more of."""
         return self.flops
 
     def times(self, trips: int) -> FlopCount:
@@ -74,7 +74,7 @@ def jaxpr_flops(closed_jaxpr: Any) -> int:
 def count_flops(closed_jaxpr: Any) -> FlopCount:
     """Operations of a traced program, by kind.
 
-    Scan bodies count as often as they run, while bodies once (see ``loops_once``), of a conditional the dearest branch, a
+    Scan bodies count as often as they run, while bodies once (see ``loops_once``), of a conditional the most expensive branch, a
     `shard_map` body on every device of its mesh.
     """
     return total_cost(closed_jaxpr, leaf_flops, _NOTHING, FlopCount(flops=0, loops_once=1))
@@ -90,7 +90,7 @@ class Cost(Protocol):
 
     @property
     def weight(self) -> float:
-        """What the dearer branch of a conditional has more of."""
+        """What the more expensive branch of a conditional has more of."""
         ...
 
     def __add__(self, other: Self) -> Self: ...

@@ -26,7 +26,7 @@ _MOST_FOLLOWED = TABLE * round(1 / MARGIN)
 
 @final
 class LiveBytes:
-    """What is alive under cuts with nothing kept besides; what was found is remembered.
+    """What is alive under cuts with nothing else kept; what was found is remembered.
 
     Args:
         profile: What lives where, as a compiler holds it that does not fuse.
@@ -133,7 +133,7 @@ def lowered(profile: LiveBytesProfile, routes: Sequence[Cuts], places: Cuts, *, 
 
 @dataclass(frozen=True, slots=True)
 class _Question:
-    """What `lowered` is asked, equal where the answer is: each step of a search is cut anew."""
+    """What `lowered` is asked, equal where the answer is: each step of a search is cut again."""
 
     routes: tuple[Cuts, ...]
     places: Cuts

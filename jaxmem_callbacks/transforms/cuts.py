@@ -56,7 +56,7 @@ from jaxmem_callbacks.transforms.tracing import (
     variables,
 )
 
-# What is left as it is keeps nothing besides.
+# What is left as it is keeps nothing more.
 _AS_IT_IS = [SaveSet(0, 0, frozenset(), 0.0, 0.0)]
 _OPAQUE = {"jit", "pjit", "shard_map"}
 
@@ -214,7 +214,7 @@ def choose(
         policy: Its ``segments``, ``levels``, ``keep`` and ``offload``.
         differentiated: Arguments that are; None where that is not known.
         is_local: Whether the loss is the body of a `shard_map`. It gets one level of checkpoints, and its loops are not traced
-            anew: their collectives have no axis there.
+            again: their collectives have no axis there.
         survey: Whether to find what the pieces could keep even where ``keep`` is 0.
 
     Raises:

@@ -91,7 +91,7 @@ def gathering_loop(eqn: Any, weights: Weights, cheap: CheapValues, mesh: Any, *,
         weights: Variables that are differentiated arguments of the loss, and how they are placed once they are gathered.
         cheap: What is a cheap function of arguments, such as weights cast to bf16.
         mesh: Over which they are divided.
-        again: Whether each gather gets a checkpoint of its own, because none around it has the backward pass gather anew.
+        again: Whether each gather gets a checkpoint of its own, because none around it has the backward pass gather again.
     """
     flat = flatten(eqn.params["jaxpr"], hoist_constants=False)
     first = sum(scan_arity(eqn))
@@ -131,7 +131,7 @@ class Gathers:
     weights: Weights
 
     def in_loops(self, loss: LossProfile) -> Equations:
-        """The loss with gathers in its loops; those that get no checkpoint gather anew in the backward pass by themselves."""
+        """The loss with gathers in its loops; those that get no checkpoint gather again in the backward pass by themselves."""
         eqns = list(loss.flat.eqns)
         for at in (*loss.loops, *loss.whole):
             if eqns[at].primitive.name == "scan":

@@ -180,7 +180,7 @@ def backward_bytes(eqns: Sequence[Any], resident: set[Any]) -> BackwardBytes:
             if var not in wanted.first or var in resident:
                 continue
             if is_fused(eqn) and var not in read:
-                # A fusion makes it anew of its operands, which are wanted as long as it is.
+                # A fusion makes it again of its operands, which are wanted as long as it is.
                 wanted.add(variables(eqn.invars), wanted.first[var], wanted.last[var])
             else:
                 rows.append((nbytes(var), index, wanted.first[var]))

@@ -1,7 +1,7 @@
 """The active policy: how `jm.value_and_grad` inside the user's own step learns what to do.
 
 A policy rides in JAX's own trace context (`jax.make_user_context`), which is part of every jit cache key. So a step that
-was traced under another policy, or under none, is traced anew, inner jitted functions included: no stale trace, no
+was traced under another policy, or under none, is traced again, inner jitted functions included: no stale trace, no
 unwrapping of the user's jit, and half a microsecond a call.
 """
 

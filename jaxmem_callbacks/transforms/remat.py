@@ -85,11 +85,11 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
             rest; or None to choose by live bytes.
         levels: 2 puts checkpoints around groups of segments too, and makes loops of loops: about the root of what one level
             keeps, for one more forward computation.
-        keep: From 0 to 1: of the intermediates that are dear to compute again, which share of the bytes the segments keep,
+        keep: From 0 to 1: of the intermediates that are expensive to recompute, which share of the bytes the segments keep,
             those first that save most operations a byte. 1 computes hardly more than cheap elementwise operations again.
         assume_fusion: False chooses cuts for a compiler that holds what JAX keeps, as a CPU's does, and does little elementwise
             work inside what reads it.
-        save: Names from ``jax.ad_checkpoint.checkpoint_name`` that are kept besides.
+        save: Names from ``jax.ad_checkpoint.checkpoint_name`` that are kept in addition.
         offload: Such names that wait in host memory; ``cuts`` and ``kept`` mean what the library stores of loops over layers:
             what each step hands to the next, and what ``keep`` keeps of each.
         own_checkpoints: ``replace`` takes the checkpoints that the loss has already (``jax.checkpoint``, ``nn.remat``,
@@ -233,7 +233,7 @@ class CutLoss:
         jaxpr: The function, open.
         keep: What its checkpoints keep, as JAX's policy.
         notes: What stays as it is, a sentence each.
-        frontiers: What could be kept besides, of the function and of each body in it that is cut; none unless asked for.
+        frontiers: What could be kept in addition, of the function and of each body in it that is cut; none unless asked for.
     """
 
     jaxpr: Any
@@ -249,7 +249,7 @@ class _CutContext:
     Attributes:
         policy: What is done.
         keep: What its checkpoints keep, as JAX's policy.
-        survey: Whether to find what could be kept besides.
+        survey: Whether to find what could be kept in addition.
         copies: Devices that each compute the function on a part of their own; 0 outside a `shard_map`.
         gathers: How loops gather weights; None where they do not, as inside a `shard_map`, where everything is local.
         differentiated: Arguments that are; None where that is not known, such as inside a `shard_map`.

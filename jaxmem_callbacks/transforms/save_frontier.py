@@ -82,7 +82,7 @@ class _Run:
 
     Attributes:
         times: As often as the loops around it; as often is stored what is kept of it.
-        part: Of the branches of a conditional one runs, the dearest at most: each has its part in that one's work.
+        part: Of the branches of a conditional one runs, the most expensive at most: each has its part in that one's work.
         branch: The innermost branch around it; 0 outside all.
     """
 
@@ -121,7 +121,7 @@ class Opened:
         self.work.append(run.times * cost[1])
 
     def total(self, costs: np.ndarray) -> np.ndarray:
-        """What some of the equations cost together, of each conditional the dearest branch.
+        """What some of the equations cost together, of each conditional the most expensive branch.
 
         Args:
             costs: float64[equations, ...]: what each costs, 0 for those that are not done.
@@ -136,7 +136,7 @@ class Opened:
 
 
 def opened(eqns: Sequence[Any]) -> Opened:
-    """A segment's equations with the dear ones among its inner loops and branches opened."""
+    """A segment's equations with the expensive ones among its inner loops and branches opened."""
     found, costs = Opened(), [_cost(eqn) for eqn in eqns]
     # What a smaller equation holds is not worth a choice of its own.
     _open(eqns, costs, found, ALIKE * sum(work for _, work in costs), _Run())
@@ -356,13 +356,13 @@ def frontier(
 ) -> list[SaveSet]:
     """What a segment may keep: ascending in bytes, descending in work computed again.
 
-    It ends where hardly anything dear is computed again: keeping more would cost bytes and save no time.
+    It ends where hardly anything expensive is recomputed: keeping more would cost bytes and save no time.
 
     Args:
         eqns: The segment's equations, in order, without reports.
         free: Its results that are stored anyway, because a later segment takes them.
         known: Frontiers of the segments before, by their networks; this one is looked up in it or added. Layers that were
-            unrolled are alike, and a flow is the dearest thing that planning does before it compiles.
+            unrolled are alike, and a flow is the most expensive thing that planning does before it compiles.
         inside: Whether values inside inner loops and branches may be kept too.
     """
     graph = _Graph(opened(eqns) if inside else whole(eqns), free)
@@ -413,7 +413,7 @@ def _between(graph: _Graph, points: Sequence[SaveSet]) -> list[SaveSet]:
 
 
 def _worth_keeping(points: Sequence[SaveSet]) -> list[SaveSet]:
-    """Those that no other beats, as far as what they save is dear; of equals the one that waits shortest."""
+    """Those that no other beats, as long as what they save is expensive; of equals the one that waits shortest."""
     chosen: list[SaveSet] = []
     for point in sorted(points, key=lambda each: (each.bytes, each.work, each.priced)):
         dear = not chosen or any(
@@ -626,7 +626,7 @@ class MergedFrontier:
 def merge_frontiers(
     frontiers: Sequence[Sequence[SaveSet]], trips: Sequence[int], peaks: Sequence[int] = ()
 ) -> MergedFrontier:
-    """The frontier of a whole loss: from nothing kept to hardly anything dear computed again.
+    """The frontier of a whole loss: from nothing kept to hardly anything expensive recomputed.
 
     Of equal savings those of later segments come first: the backward pass frees them first.
 

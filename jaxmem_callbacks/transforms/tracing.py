@@ -385,7 +385,7 @@ def unused_dropped(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
 
 
 def needed_equations(outvars: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
-    """The equations that ``outvars`` need, and nothing that reports besides."""
+    """The equations that ``outvars`` need, and none that only reports."""
     needed = set(variables(outvars))
     kept = []
     for eqn in reversed(eqns):

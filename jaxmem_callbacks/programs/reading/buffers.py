@@ -585,7 +585,7 @@ def _curve(spans: Sequence[tuple[Any, ...]], held: int, length: int) -> tuple[tu
 
 
 def past_the_cache() -> dict[str, Any]:
-    """An option without effect on the program that makes JAX's persistent cache, where one is on, compile it anew.
+    """An option without effect on the program that makes JAX's persistent cache, where one is on, compile it again.
 
     Dump options are no part of that cache's key, so a program found there is never compiled and never dumped.
     """

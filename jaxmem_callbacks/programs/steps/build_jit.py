@@ -51,7 +51,7 @@ class JitOptions:
         state_shardings: What the state is pinned to, or None.
         policy: Its sharding, where it has one, is the place of all that is updated.
         pins: Where arguments must be, decided at the first call.
-        pinned_like: What the pinned arguments were like then: for others the pins are decided anew.
+        pinned_like: What the pinned arguments were like then: for others the pins are decided again.
         static: Arguments found to be static so far.
         donated: Arguments that are donated.
         jitted: The jit made so far.

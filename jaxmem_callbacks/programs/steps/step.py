@@ -200,7 +200,7 @@ class JitStep(Generic[_Arguments, _Results]):
         self.unchecked = False  # whether a loss was traced over microbatches and not compared with its whole batch yet
         # A policy that leaves gradients alone adds nothing to JAX's cache key: the user's own jit keeps its compiles.
         self._context = self._active if policy.changes_gradients or policy.rewrites_loss else None
-        # Where a call finds a trace to make it begins anew (`_first_call`), but for the user's own jit, which traces at once.
+        # Where a call finds a trace to make it begins again (`_first_call`), but for the user's own jit, which traces at once.
         self._entered = activate if self._own_jit is None else applied
         self._jitted: Jitted | None = self._own_jit
         self._call: Callable[..., Any] | None = None
@@ -239,7 +239,7 @@ class JitStep(Generic[_Arguments, _Results]):
             if require_pinned(
                 named_arguments(self.__wrapped__, taken_args, taken_kwargs), self._jit_options, self.__wrapped__
             ):
-                raise  # else a state of other shapes, which is elsewhere: it is made anew
+                raise  # else a state of other shapes, which is elsewhere: it is made again
         else:
             if compiles.count != before:
                 self._after_compile(args, kwargs)
@@ -253,7 +253,7 @@ class JitStep(Generic[_Arguments, _Results]):
     def under(
         self, policy: StepPolicy, donate_argnames: tuple[str, ...] | None, state_shardings: Any, *, gradients: Gradients
     ) -> JitStep:
-        """The same step under another policy; donation, places and gradients stay unless they are given anew."""
+        """The same step under another policy; donation, places and gradients stay unless new ones are given."""
         own = None if self._jit_options.donate == self.policy.donate else self._jit_options.donate
         is_given = donate_argnames is not None or policy.donate not in (None, self.policy.donate)
         names = own if isinstance(own, tuple) and not is_given else donate_argnames
@@ -519,7 +519,7 @@ class JitStep(Generic[_Arguments, _Results]):
             return self._jitted
 
     def _leave_unchecked(self) -> None:
-        """A loss is traced that must be compared first: while a call is inspected it is noted, else the call begins anew."""
+        """A loss is traced that must be compared first: while a call is inspected it is noted, else the call begins again."""
         if not self._inspecting:
             raise _RetraceSignal
         self.unchecked = True
@@ -539,7 +539,7 @@ class JitStep(Generic[_Arguments, _Results]):
                 require_accumulable(function, *jitted.full(args, kwargs), self._compared_under)
 
     def _compared_under(self, compared: Callable[..., None]) -> AbstractContextManager[None]:
-        """The step's policy anew, under which each gradient that is accumulated is handed to ``compared``."""
+        """A new copy of the step's policy, under which each gradient that is accumulated is handed to ``compared``."""
         active = ActivePolicy(self.policy, gradients=self.gradients)
         active.compared = compared
         return applied(active)

@@ -269,7 +269,7 @@ def lower_for_target(  # noqa: PLR0913 - jax.jit's own options, and the target's
         compiler_options: Further XLA options of this one compile.
         timeout_s: Seconds after which the compiler is ended; None for ``JAXMEM_COMPILE_TIMEOUT_S``, else 600.
         want_buffers: Also find what makes the peak; the same compile writes it.
-        need_lines: Whether a peak from the disk cache that lost its source lines is no use, so that it is compiled anew.
+        need_lines: Whether a peak from the disk cache that lost its source lines is no use, so that it is compiled again.
         arguments: What each array argument holds, in order; by default judged by its path.
         keep_hlo: Keep the optimised program, which can be large.
         cache: Take the answer from the disk cache where the same program was compiled before in the same way by the same

@@ -205,7 +205,7 @@ def _crash(code: int) -> str:
     """How a worker ended that ended badly, and what to do."""
     unharmed = "your own process is unharmed."
     if code >= 0:
-        return f"(exit code {code}), {unharmed} Install its compiler anew as in docs/targets.md, or {_SMALLER}."
+        return f"(exit code {code}), {unharmed} Install its compiler again as in docs/targets.md, or {_SMALLER}."
     number = signal.Signals(-code)
     if number is signal.SIGKILL:
         why = "This library did not end it; a system that runs out of memory does. Close other programs, or"

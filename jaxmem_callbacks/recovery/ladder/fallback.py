@@ -112,7 +112,7 @@ def stronger_remats(policy: StepPolicy) -> list[StepPolicy]:
     """The usual policies that keep less than this one, from most to least."""
     at = next((i for i, pair in enumerate(_REMATS) if pair == (policy.remat, policy.levels)), 1)
     if policy.remat == "full" and (policy.keep or policy.save or policy.segments is not None):
-        at -= 1  # the same policy without what it keeps besides
+        at -= 1  # the same policy without what it keeps in addition to its cuts
     return [StepPolicy(remat=remat, levels=levels) for remat, levels in _REMATS[at + 1 :]]
 
 
@@ -429,7 +429,7 @@ class Fallback:
         return begun, attempt, ""
 
     def _inputs(self, number: int) -> Inputs:
-        """What a step took besides: those of the failed call, unless they were donated to it or to a rung before."""
+        """What a step took in addition: those of the failed call, unless they were donated to it or to a rung before."""
         given = self._failure.inputs
         return given if number == self._failure.step and _is_alive(given) else self._batches.of(number)
 

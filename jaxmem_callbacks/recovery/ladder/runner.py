@@ -286,7 +286,7 @@ class StepRunner:
 
         Args:
             holder: Has the state.
-            inputs: What the step takes besides.
+            inputs: What the step takes in addition.
             on_trial: Whether the policy is new, and may be refused.
         """
         began, grace_s = time.monotonic(), max(_GRACE_S, _GRACE_STEPS * self._longest_s)

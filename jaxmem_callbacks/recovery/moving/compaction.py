@@ -123,7 +123,7 @@ def plan_moves(buffers: Sequence[PlacedBuffer], *, extra_bytes: int, tail_bytes:
 
     Args:
         buffers: What is there, movable or not; what is between is taken for free. They do not overlap.
-        extra_bytes: The most that one step may take besides: a copy on the device, or what stands on the host.
+        extra_bytes: The most that one step may take in addition: a copy on the device, or what stands on the host.
         tail_bytes: Free memory behind the highest buffer.
     """
     sizes = {each.key: each.bytes for each in buffers if each.bytes}
@@ -256,10 +256,10 @@ def compact(mover: BufferMover, *, extra_bytes: int) -> tuple[Mapping[int, str],
 
     Args:
         mover: Moves the buffers.
-        extra_bytes: The most that one step may take besides.
+        extra_bytes: The most that one step may take in addition.
 
     Returns:
-        Key of a buffer that the last plan left where it was, to why; and the most that a step took besides.
+        Key of a buffer that the last plan left where it was, to why; and the most that a step took in addition.
     """
     taken: list[PlacedBuffer] = []
     plan, extra = plan_moves((), extra_bytes=extra_bytes), 0

@@ -95,7 +95,7 @@ def forecast(
         program: The program that failed.
         seconds: How long it may take; 0 compiles nothing.
         left_bytes: What is left of the process's own bounds of memory, or None where it has none.
-        lacking_bytes: What must be saved at least; of a kind that saves it nothing dearer is compiled.
+        lacking_bytes: What must be saved at least; once a kind of remedy saves it, none that costs more is compiled.
     """
     if seconds <= 0:
         return Forecasts(how="Nothing was compiled, because no time was given for it (plan_seconds=0).")
@@ -484,7 +484,7 @@ def _uncompiled(program: FailingProgram | None, forecasts: Forecasts, device_cou
                 jit_step_line(program, StepPolicy(sharding="fsdp")),
             ),
             compiled=False,
-            basis="not compiled: the state must be placed anew first (docs/sharding.md)",
+            basis="not compiled: the state must be placed again first (docs/sharding.md)",
         )
     yield Remedy(
         what="Do other programs hold memory beside the step, such as evaluation? beside= of jm.plan plans them together",

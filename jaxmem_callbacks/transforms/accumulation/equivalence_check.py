@@ -730,7 +730,7 @@ def _at_gradients(
     if not met:
         return []
     outvars = [places[index] for index in range(len(met))]
-    # What the step reports besides is reported when it runs.
+    # Whatever else the step reports is reported when it runs.
     needed = derive(flat.template, invars=flat.invars, outvars=outvars, eqns=needed_equations(outvars, flat.eqns))
 
     def jaxmem_accumulation_check(consts: Any, values: Any) -> list[Any]:
