@@ -35,7 +35,7 @@ class Moment:
 
 
 @dataclass
-class Told:
+class Drawn:
     """A pool whose requests have names; each request or return that is given words becomes a moment."""
 
     pool: Bfc
@@ -43,20 +43,20 @@ class Told:
     held: dict[str, int] = field(default_factory=dict[str, int])
 
     def take(self, name: str, size: int, words: str = "") -> None:
-        """Ask for a block; one that is refused is told and not held."""
+        """Ask for a block; one that is refused is drawn and not held."""
         address = self.pool.allocate(size)
         if address is not None:
             self.held[name] = address
         if words:
-            self.tell(words, refused=size if address is None else 0)
+            self.draw(words, refused=size if address is None else 0)
 
     def free(self, name: str, words: str = "") -> None:
         """Give a block back."""
         self.pool.free(self.held.pop(name))
         if words:
-            self.tell(words)
+            self.draw(words)
 
-    def tell(self, words: str, refused: int = 0) -> None:
+    def draw(self, words: str, refused: int = 0) -> None:
         """Keep what the pool looks like now."""
         sizes = {address: size for address, size, _ in self.pool.chunks()}
         taken = [(address, sizes[address], name) for name, address in self.held.items()]
@@ -68,17 +68,17 @@ class Told:
 
 def one_loss() -> list[Moment]:
     """How one kept loss, 4 bytes, divides the free memory of a preallocated pool."""
-    told = Told(Bfc(POOL_BYTES, preallocate=True, partitioned=True))
-    told.take("state", 16 * MIB, "the state: the pool is cut")
-    told.take("samples", 20 * MIB, "a first program's result")
-    told.take("loss", LOSS_BYTES)
-    told.take("temporaries", 12 * MIB, "a second program: its loss, its temporaries")
-    told.free("temporaries", "it ends; the loss is kept")
-    told.free("samples", "the result is let go: two holes")
-    told.take("temporaries", 30 * MIB, "30 MiB in one piece: refused")
-    told.free("loss", "float(loss): the holes become one")
-    told.take("temporaries", 30 * MIB, "30 MiB: there")
-    return told.moments
+    drawn = Drawn(Bfc(POOL_BYTES, preallocate=True, partitioned=True))
+    drawn.take("state", 16 * MIB, "the state: the pool is cut")
+    drawn.take("samples", 20 * MIB, "a first program's result")
+    drawn.take("loss", LOSS_BYTES)
+    drawn.take("temporaries", 12 * MIB, "a second program: its loss, its temporaries")
+    drawn.free("temporaries", "it ends; the loss is kept")
+    drawn.free("samples", "the result is let go: two holes")
+    drawn.take("temporaries", 30 * MIB, "30 MiB in one piece: refused")
+    drawn.free("loss", "float(loss): the holes become one")
+    drawn.take("temporaries", 30 * MIB, "30 MiB: there")
+    return drawn.moments
 
 
 def growing() -> tuple[list[Moment], list[Moment]]:
@@ -87,17 +87,17 @@ def growing() -> tuple[list[Moment], list[Moment]]:
 
 
 def _fill_and_empty(*, preallocate: bool) -> list[Moment]:
-    told = Told(Bfc(POOL_BYTES, preallocate=preallocate, partitioned=preallocate))
+    drawn = Drawn(Bfc(POOL_BYTES, preallocate=preallocate, partitioned=preallocate))
     for number, size in enumerate((1.5, 3, 6, 12, 24)):
-        told.take(f"arrays {number}", int(size * MIB))
-    told.tell("arrays of 1.5, 3, 6, 12 and 24 MiB")
-    for name in list(told.held):
-        told.free(name)
-    told.tell("all of them are given back")
-    told.take("temporaries", 40 * MIB)
-    refused = 0 if "temporaries" in told.held else 40 * MIB
-    told.tell(f"40 MiB in one piece: {'refused' if refused else 'there'}", refused=refused)
-    return told.moments
+        drawn.take(f"arrays {number}", int(size * MIB))
+    drawn.draw("arrays of 1.5, 3, 6, 12 and 24 MiB")
+    for name in list(drawn.held):
+        drawn.free(name)
+    drawn.draw("all of them are given back")
+    drawn.take("temporaries", 40 * MIB)
+    refused = 0 if "temporaries" in drawn.held else 40 * MIB
+    drawn.draw(f"40 MiB in one piece: {'refused' if refused else 'there'}", refused=refused)
+    return drawn.moments
 
 
 def search() -> tuple[list[tuple[int, int]], int, int]:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.analytic
 
-Processor time of this process. JAX's own part, tracing the loss and its gradients, is told apart: it comes with any `jax.jit`.
-A plan traces the gradients of the cut loss too, once for each policy that it compiles; that is told with the cuts in it.
+Processor time of this process. JAX's own part, tracing the loss and its gradients, has its own row: it comes with any `jax.jit`.
+A plan traces the gradients of the cut loss too, once for each policy that it compiles; that is in the row of the cuts.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class Framework(NamedTuple):
     """A framework to try.
 
     Attributes:
-        package: Whose version is told.
+        package: Whose version is printed.
         requirements: What pip is asked for.
         suite: The file of its tests.
         chosen: Which of them, by pytest's words, where `make test` has them too; else those that are marked `adapters`.
@@ -60,7 +60,7 @@ FRAMEWORKS: dict[str, Framework] = {
         ),
         "tests/test_adapters_kauldron.py",
     ),
-    # One version: of its hundreds of nightly ones pip would try all before it says no. Last: it takes an older JAX.
+    # One version: of its hundreds of nightly ones pip would try all before it gives up. Last: it takes an older JAX.
     "levanter": Framework(
         "marin-levanter", ("marin-levanter==0.2.227.dev40316220070",), "tests/test_adapters_levanter.py"
     ),
@@ -77,15 +77,15 @@ def installed(requirements: tuple[str, ...]) -> str:
     return why(done.stdout + done.stderr) if done.returncode else ""
 
 
-def why(told: str) -> str:
-    """Of what pip tells: the requirements that contradict each other, or the other Python that it wants, or its last words."""
-    conflict = re.search(r"The conflict is caused by:\n((?: {4}\S.*\n)+)", told)
+def why(output: str) -> str:
+    """Of pip's output: the requirements that contradict each other, or the other Python that it wants, or its last words."""
+    conflict = re.search(r"The conflict is caused by:\n((?: {4}\S.*\n)+)", output)
     if conflict:
         return "; ".join(line.strip() for line in conflict[1].splitlines())
-    other_python = re.findall(r"([\w.]+) Requires-Python (\S+)", told)
+    other_python = re.findall(r"([\w.]+) Requires-Python (\S+)", output)
     if other_python:
         return "version {} wants Python {}".format(*other_python[-1])
-    return next((line for line in reversed(told.splitlines()) if line.startswith("ERROR: ")), "pip failed")
+    return next((line for line in reversed(output.splitlines()) if line.startswith("ERROR: ")), "pip failed")
 
 
 def tested(name: str, framework: Framework) -> dict[str, int | str]:
@@ -129,7 +129,7 @@ def main(names: list[str]) -> int:
     frameworks = {name: outcomes[name] for name in wanted}
     for name, each in frameworks.items():
         print(f"  {name:10} {each['version']:44} {each['outcome']}")
-    if not names:  # a part of them says nothing of the others
+    if not names:  # a part of them proves nothing of the others
         write_result("frameworks", frameworks=frameworks)
     return int(any(str(each["outcome"]).startswith("failed") for each in frameworks.values()))
 

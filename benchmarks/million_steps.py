@@ -37,7 +37,7 @@ ARRAYS = 1000
 
 
 class Counting(Writer):
-    """Counts windows and pictures, and keeps the last table, which says how many stamps were lost."""
+    """Counts windows and pictures, and keeps the last table, which has the number of stamps lost."""
 
     takes_pictures = True
 

@@ -35,12 +35,12 @@ def reports(count: int, folder: Path) -> list[dict[str, Any]]:
         lines = (f"InUse at 7f{number:010x} of size 4096 next {number}\n" for number in range(size // 48))
         text = f"RESOURCE_EXHAUSTED: Out of memory allocating 137438953472 bytes.\n{''.join(lines)}"
         taken = [guarded(text, folder) for _ in range(REPORTS)]
-        told = json.loads(
+        report = json.loads(
             max(folder.glob("oom-*"), key=lambda each: each.stat().st_mtime_ns).joinpath("facts.json").read_text()
         )
         rows.append(
             {
-                "live_arrays": told["live_count"],
+                "live_arrays": report["live_count"],
                 "text": name,
                 "text_bytes": len(text),
                 "seconds": round(statistics.median(taken), 2),

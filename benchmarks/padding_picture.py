@@ -2,7 +2,7 @@
 
     python -m benchmarks.padding_picture
 
-The first is drawn from results/padding_*.json; the second is a sketch without a scale, of what the page's table says.
+The first is drawn from results/padding_*.json; the second is a sketch without a scale, of the page's table.
 """
 
 from __future__ import annotations

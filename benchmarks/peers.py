@@ -4,7 +4,7 @@
 
 The texts of tests/data/oom_wordings.jsonl and oom_prose.jsonl enter, each with the answer that is right for it: failures for want
 of memory as public reports, documents and sources word them, texts that only look like one, and prose about one. They were made
-for this library, whose tests hold it to all of them; so its own share says nothing. The peer is installed by `make bench-peers`.
+for this library, whose tests hold it to all of them; so its own share is no proof. The peer is installed by `make bench-peers`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.sources import ROOT, write_result
 TEXTS = [ROOT / "tests" / "data" / name for name in ("oom_wordings.jsonl", "oom_prose.jsonl")]
 
 
-def told(is_oom: Callable[[str], bool]) -> dict[str, dict[str, int]]:
+def recognised(is_oom: Callable[[str], bool]) -> dict[str, dict[str, int]]:
     """How many texts are taken for a failure for want of memory: of those that are one, by platform, and of the others."""
     rows = [json.loads(line) for file in TEXTS for line in file.read_text("utf-8").splitlines()]
     found: dict[str, Counter[str]] = {"failures": Counter(), "others": Counter()}
@@ -44,8 +44,8 @@ def main() -> None:
     from stormlog.oom_flight_recorder import classify_oom_exception  # pyright: ignore[reportMissingImports]
 
     texts = {
-        "stormlog": told(lambda text: classify_oom_exception(RuntimeError(text)).is_oom),
-        "jaxmem_callbacks": told(lambda text: jm.parse_oom(text) is not None),
+        "stormlog": recognised(lambda text: classify_oom_exception(RuntimeError(text)).is_oom),
+        "jaxmem_callbacks": recognised(lambda text: jm.parse_oom(text) is not None),
     }
     write_result("peers", stormlog=importlib.metadata.version("stormlog"), failure_texts=texts)
 

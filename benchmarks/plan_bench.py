@@ -4,7 +4,7 @@
 
 Each row is one whole AdamW step: its bytes by the target's own compiler, its operations by count, what the compiler
 recomputes by itself, and the seconds it took. "ours" is what a plan compiles unasked; "ours as dots" is our step that keeps as
-much as it may without more operations than the policy `dots` by hand has. Of both, the least bytes at equal FLOPs are told.
+much as it may without more operations than the policy `dots` by hand has. Of both, the least bytes at equal FLOPs are printed.
 results/plan_bench_jax_<version>.json is written row by row; a run goes on where the last one stopped, and measures again only
 what was made with other versions or another source. A row for which nothing had to be compiled again, since all its programs are
 those of the row before, keeps the seconds that they took.
@@ -227,7 +227,7 @@ def closest(candidates: Sequence[Row], hand: Row) -> tuple[float, float]:
     return min(ratios, key=max)
 
 
-def told(rows: Sequence[Row]) -> list[str]:
+def printed_rows(rows: Sequence[Row]) -> list[str]:
     """The table as text: a line for each row, ours beside each policy by hand."""
     lines: list[str] = []
     for (model, target), several in itertools.groupby(rows, key=lambda row: (row["model"], row["target"])):
@@ -315,7 +315,7 @@ def is_measured(table: Table, model: str, target: str, policy: str) -> bool:
 
 
 def installed(targets: Sequence[str]) -> list[str]:
-    """The targets without those whose compiler is not there, which is told."""
+    """The targets without those whose compiler is not there, which is printed."""
     found: list[str] = []
     for target in targets:
         try:
@@ -356,7 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             done += pool.map(work, wanted(options, table, matched=matched))
     here = [row for row in table.rows if row["target"] in options.targets]
     fresh = [row for row in here if not stale(row) and not is_cut_otherwise(row, here)]
-    print(*told(fresh), *summed_up(fresh), sep="\n")
+    print(*printed_rows(fresh), *summed_up(fresh), sep="\n")
     print(f"{sum(done)} of {len(done)} rows measured; {table.path.name}")
 
 

@@ -2,7 +2,7 @@
 
     python -m benchmarks.plan_examples
 
-Each is what the example's own command prints or writes; places in files are told from the repository's root.
+Each is what the example's own command prints or writes; places in files count from the repository's root.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ POD = ("examples/plan_a_pod.py", "--target", "h100_sxm:64", "--json")
 
 
 def without_machine(text: str, root: Path = ROOT) -> str:
-    """JSON text in which files of this repository and of installed packages are told without where they are here."""
+    """JSON text in which files of this repository and of installed packages have no folder of this machine."""
     return re.sub(r'"[^"\n]*/site-packages/', '"', text.replace(f"{root}/", ""))
 
 

@@ -20,21 +20,21 @@ PICTURE = ROOT / "docs" / "images" / "plan_frontier.png"
 
 
 def plan_of(path: Path) -> jm.Plan:
-    """The plan that a file of `Plan.to_json` tells, as far as its picture needs it: without peaks."""
-    said = json.loads(path.read_text("utf-8"))
-    plain = next(each["flops"] for each in said["candidates"] if each["policy"]["remat"] == "none")
-    candidates = tuple(_candidate({"plain_flops": plain, **each}) for each in said["candidates"])
-    return jm.Plan(PlanRecord(**_fields(PlanRecord, said) | {"candidates": candidates}))
+    """The plan in a file of `Plan.to_json`, as far as its picture needs it: without peaks."""
+    saved = json.loads(path.read_text("utf-8"))
+    plain = next(each["flops"] for each in saved["candidates"] if each["policy"]["remat"] == "none")
+    candidates = tuple(_candidate({"plain_flops": plain, **each}) for each in saved["candidates"])
+    return jm.Plan(PlanRecord(**_fields(PlanRecord, saved) | {"candidates": candidates}))
 
 
-def _candidate(said: dict[str, Any]) -> Candidate:
-    policy = {name: tuple(value) if isinstance(value, list) else value for name, value in said["policy"].items()}
-    return Candidate(**_fields(Candidate, said) | {"policy": jm.StepPolicy(**policy), "peak": None, "beside": ()})
+def _candidate(saved: dict[str, Any]) -> Candidate:
+    policy = {name: tuple(value) if isinstance(value, list) else value for name, value in saved["policy"].items()}
+    return Candidate(**_fields(Candidate, saved) | {"policy": jm.StepPolicy(**policy), "peak": None, "beside": ()})
 
 
-def _fields(record: type[Any], said: dict[str, Any]) -> dict[str, Any]:
-    """What a file says of a record; an older file may say less, never more than is known."""
-    return {field.name: said[field.name] for field in dataclasses.fields(record) if field.name in said}
+def _fields(record: type[Any], saved: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a record that a file has; an older file may have fewer."""
+    return {field.name: saved[field.name] for field in dataclasses.fields(record) if field.name in saved}
 
 
 def main() -> None:

@@ -54,7 +54,7 @@ def _lines(model: str, target: str, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _steps(here: Mapping[str, Row]) -> Iterator[tuple[str, Row, Row]]:
-    """What to call a step, its figures, and the row that says how long it took."""
+    """What to call a step, its figures, and the row with the time that it took."""
     plain = here[NONE]
     if plain.get("step_bytes"):
         yield "none", plain, plain

@@ -112,7 +112,7 @@ def snapshots(mebibytes: int, folder: Path) -> dict[str, Any]:
     keys = jax.random.split(jax.random.key(0), 16)  # Orbax compresses, so the numbers are no pattern
     state = {"params": [jax.random.normal(key, count) for key in keys], "count": jnp.int32(0)}
     held = [np.asarray(leaf).copy() for leaf in jax.tree.leaves(state)]
-    told: dict[str, Any] = {"state_bytes": sum(each.nbytes for each in held)}
+    row: dict[str, Any] = {"state_bytes": sum(each.nbytes for each in held)}
     for kind, name in (("host", "recover"), ("orbax", "recover_from_disk")):
         preset = jm.load_preset(name, recovery={"every_steps": 1})
         recovery = jm.Recovery(passed_through, preset, batch_at=lambda _: jnp.ones(8), checkpoints=folder / kind)
@@ -124,14 +124,14 @@ def snapshots(mebibytes: int, folder: Path) -> dict[str, Any]:
             taken.append(recovery.report.snapshots.seconds)
             ratios.append(taken[-1] / copying)
         cost = recovery.report.snapshots
-        told[kind] = {"bytes": cost.bytes, "seconds": round(statistics.median(taken[1:]), 3), **spread(ratios[1:])}
+        row[kind] = {"bytes": cost.bytes, "seconds": round(statistics.median(taken[1:]), 3), **spread(ratios[1:])}
     snapshot = HostSnapshot(0, state)
     back = [
         seconds_of(lambda: jax.block_until_ready(snapshot.restore()))
         / seconds_of(lambda: [each.copy() for each in held])
         for _ in range(COPIES + 1)
     ]
-    return {**told, "back_from_host": spread(back[1:])}
+    return {**row, "back_from_host": spread(back[1:])}
 
 
 def seconds_of(action: Callable[[], Any]) -> float:

@@ -51,7 +51,7 @@ def requests(alive: int) -> list[tuple[int, int]]:
 
 
 def allocate_all(asked: list[tuple[int, int]], *, preallocate: bool) -> Callable[[], int]:
-    """The pool alone: what to time, which says how many allocations it made."""
+    """The pool alone: what to time, which counts its allocations."""
 
     def run() -> int:
         pool, held = Bfc(_DEVICE, preallocate=preallocate, partitioned=True), []

@@ -89,7 +89,7 @@ COMMANDS = {
     "vmapped_programs": "bench-vmaps",
 }
 # Checks that write a result file -> files that they rest on. What they check is the package as it was then, all of it, so that
-# these say only whether the same was asked.
+# these show only whether the same was asked.
 CHECKS: dict[str, tuple[str, ...]] = {
     "memory_viewer": ("benchmarks/gallery/memory_viewer.py", "benchmarks/gallery/viewed.py"),
     "remat_policies": ("benchmarks/gallery/remat_policies.py",),
@@ -176,7 +176,7 @@ def is_cut_otherwise(row: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) 
 
 
 def write_result(benchmark: str, *, name: str = "", options: str = "", **figures: Any) -> None:
-    """Write ``results/<benchmark>_jax_<version>.json`` with what made it, and say so.
+    """Write ``results/<benchmark>_jax_<version>.json`` with what made it, and print a line.
 
     Args:
         benchmark: One of `SOURCES`.
@@ -226,7 +226,7 @@ def _is_old(part: Mapping[str, Any], benchmark: str, root: Path) -> bool:
     return any(part.get(name) != value for name, value in hashes.items())
 
 
-def told(folder: Path = RESULTS, root: Path = ROOT) -> list[str]:
+def stale_lines(folder: Path = RESULTS, root: Path = ROOT) -> list[str]:
     """A line for each result file."""
     return [f"{path.name}: {_words(path, root)}" for path in sorted(folder.glob("*.json"))]
 
@@ -250,4 +250,4 @@ def command(benchmark: str) -> str:
 
 
 if __name__ == "__main__":
-    print(*told(), sep="\n")
+    print(*stale_lines(), sep="\n")

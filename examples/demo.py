@@ -51,7 +51,7 @@ class Measured:
 
 
 def plain_step(model: Transformer, optimizer: nnx.Optimizer, batch: jax.Array) -> dict[str, jax.Array]:
-    """The same step under a name of its own, so that the monitor tells the two programs apart."""
+    """The same step under a name of its own, so that the monitor keeps the two programs apart."""
     return train_step(model, optimizer, batch)
 
 
@@ -146,10 +146,10 @@ def describe(console: Console, preset: jm.Preset, train_text: np.ndarray, held_o
     console.print(f"[bold]jaxmem_callbacks {jm.__version__} on jax {jax.__version__}[/], {jax.devices()[0]}\n")
     console.print(f"model    transformer in Flax NNX, {size / 1e6:.1f} million parameters, {LAYERS} scanned layers")
     console.print(f"batch    {BATCH} sequences of {LENGTH} bytes; Optax AdamW, dropout 0.1")
-    told = f"{len(train_text) / 1e6:.1f} MB, and {len(held_out) / 1e6:.1f} MB held out"
-    console.print(f"text     source files of Python's standard library: {told}")
+    sizes = f"{len(train_text) / 1e6:.1f} MB, and {len(held_out) / 1e6:.1f} MB held out"
+    console.print(f"text     source files of Python's standard library: {sizes}")
     limit = format_bytes(preset.monitor.limit_bytes)
-    console.print(f"preset   {preset.name}; it says that the device has {limit}\n")
+    console.print(f"preset   {preset.name}; its device has {limit}\n")
 
 
 def list_events(console: Console, monitor: jm.MemoryMonitor) -> None:

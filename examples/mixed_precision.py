@@ -1,4 +1,4 @@
-"""Mixed precision: a classifier computes in bfloat16 and keeps its weights in float32. What that saves is said before it runs.
+"""Mixed precision: a classifier computes in bfloat16 and keeps its weights in float32. What that saves is printed before it runs.
 
 python examples/mixed_precision.py --steps 200 --logdir runs/mixed --target h100_sxm
 A CPU saves nothing by it; ``--target`` asks the compiler of hardware that is not here. The step is the user's own `nnx.jit`;

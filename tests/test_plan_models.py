@@ -16,10 +16,10 @@ from benchmarks.plan_bench import (
     closest,
     kept_seconds,
     matched_row,
+    printed_rows,
     row_key,
     stale,
     summed_up,
-    told,
 )
 from benchmarks.plan_models import FAMILIES, PlanCase
 from benchmarks.plan_models.case import policy
@@ -226,7 +226,7 @@ def rows_of_a_plan():
 def test_the_point_compared_is_nearest_in_both_and_never_a_refused_one() -> None:
     hand, ours = rows_of_a_plan()
     assert closest(ours["candidates"], hand) == (1.04, 1.01)
-    assert [line.split()[-2:] for line in told([hand, ours])] == [["x1.040", "x1.010"]]
+    assert [line.split()[-2:] for line in printed_rows([hand, ours])] == [["x1.040", "x1.010"]]
 
 
 def test_the_table_is_summed_up_over_all_policies_by_hand() -> None:
@@ -242,8 +242,8 @@ def test_the_table_is_summed_up_over_all_policies_by_hand() -> None:
         "cpu: at equal FLOPs 2.000 of their bytes (geometric mean of 1), 0 below 1",
     ]
     less = {**ours, "candidates": [{"step_bytes": 50, "flops": 100}, {"step_bytes": None, "flops": 90}]}
-    assert "at equal FLOPs x0.500" in told([hand, less, *equal])[0]
-    assert "at equal FLOPs" not in told([hand, less])[0], "before it was asked for"
+    assert "at equal FLOPs x0.500" in printed_rows([hand, less, *equal])[0]
+    assert "at equal FLOPs" not in printed_rows([hand, less])[0], "before it was asked for"
 
 
 def test_ours_as_a_policy_by_hand_has_no_more_operations() -> None:

@@ -27,7 +27,7 @@ from benchmarks.sources import (
     source_definitions,
     source_hash,
     stale,
-    told,
+    stale_lines,
     write_result,
 )
 
@@ -72,7 +72,7 @@ def changed(path: Path) -> Iterator[None]:
 def test_a_result_is_stale_once_any_of_its_sources_changes(benchmark, tree, tmp_path):
     written = written_for(benchmark, tree, tmp_path)
     assert source_hash(benchmark, tree) == source_hash(benchmark)
-    assert told(tmp_path, tree) == [f"{written.name}: fresh"]
+    assert stale_lines(tmp_path, tree) == [f"{written.name}: fresh"]
     counted = {
         tree / f"{each.module.replace('.', '/')}.py" for each in source_definitions(benchmark, tree)[1] if each.names
     }
@@ -82,7 +82,7 @@ def test_a_result_is_stale_once_any_of_its_sources_changes(benchmark, tree, tmp_
         with changed(path):
             assert stale(written, tree), path
     written.write_text(json.dumps({"rows": [{"sources": source_hash(benchmark, tree)}, {"sources": "of long ago"}]}))
-    assert told(tmp_path, tree) == [
+    assert stale_lines(tmp_path, tree) == [
         f"{written.name}: stale in 1 of 2 rows, its sources have changed; make {command(benchmark)}"
     ]
     written.write_text(json.dumps({"rows": [{}]}))
@@ -108,11 +108,11 @@ def test_a_checks_result_is_stale_once_what_it_asks_changes(check, tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     written = tmp_path / f"{check}.json"
     written.write_text(json.dumps({"sources": check_hash(check, tmp_path)}))
-    assert told(tmp_path, tmp_path) == [f"{check}.json: fresh"]
+    assert stale_lines(tmp_path, tmp_path) == [f"{check}.json: fresh"]
     for name in CHECKS[check]:
         before = (tmp_path / name).read_text()
         (tmp_path / name).write_text(f"{before}\n# another comment")
-        (line,) = told(tmp_path, tmp_path)
+        (line,) = stale_lines(tmp_path, tmp_path)
         assert line == f"{check}.json: stale, its sources have changed; make {command(check)}"
         (tmp_path / name).write_text(before)
 
@@ -142,20 +142,20 @@ def test_a_row_is_stale_once_its_model_or_for_a_plan_the_library_changes(tree, t
     rows = [{"model": "vit", "policy": each, **row_hashes("vit", each, root=tree)} for each in policies]
     written = tmp_path / f"{ROWS_BENCHMARK}_jax_1.2.json"
     written.write_text(json.dumps({"rows": rows}))
-    assert told(tmp_path, tree) == [f"{written.name}: fresh"]
+    assert stale_lines(tmp_path, tree) == [f"{written.name}: fresh"]
     with changed(
         tree / "jaxmem_callbacks/planning/search.py"
     ):  # how policies are searched, not what one makes of a step
-        assert told(tmp_path, tree)[0].startswith(f"{written.name}: stale in 1 of 3 rows, ")
+        assert stale_lines(tmp_path, tree)[0].startswith(f"{written.name}: stale in 1 of 3 rows, ")
     with changed(tree / "jaxmem_callbacks/planning/compiles.py"):
-        assert told(tmp_path, tree)[0].startswith(f"{written.name}: stale in 2 of 3 rows, ")
+        assert stale_lines(tmp_path, tree)[0].startswith(f"{written.name}: stale in 2 of 3 rows, ")
         with changed(tree / "benchmarks/plan_models/vit.py"):
-            assert told(tmp_path, tree)[0].startswith(f"{written.name}: stale in 3 of 3 rows, ")
+            assert stale_lines(tmp_path, tree)[0].startswith(f"{written.name}: stale in 3 of 3 rows, ")
 
 
 def test_a_file_that_no_benchmark_writes_is_told(tmp_path):
     (tmp_path / "old_jax_1.2.json").write_text("{}")
-    assert told(tmp_path, tmp_path) == ["old_jax_1.2.json: unknown, no benchmark writes it; delete it"]
+    assert stale_lines(tmp_path, tmp_path) == ["old_jax_1.2.json: unknown, no benchmark writes it; delete it"]
 
 
 def test_a_plan_is_kept_without_where_its_machine_holds_files():

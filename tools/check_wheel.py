@@ -89,10 +89,10 @@ def check(minor: str, interpreter: str, package: Path, extra: str) -> dict[str, 
             [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", wanted]
         )
         (folder / "away").mkdir()
-        told = use(python, folder / "away", extra)
-        inside = told["found"].pop("package", None)
+        answer = use(python, folder / "away", extra)
+        inside = answer["found"].pop("package", None)
         assert inside is None or Path(inside).is_relative_to(folder / "venv"), inside
-    return {"installed": kind, "extra": extra or None, **told}
+    return {"installed": kind, "extra": extra or None, **answer}
 
 
 def main() -> int:

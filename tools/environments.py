@@ -49,7 +49,7 @@ def jax_line(minor: str) -> str:
 def probe(command: str) -> tuple[str, str] | None:
     """``("3.12", path)`` when ``command`` really runs, is supported, and can make environments; else None.
 
-    Shims of version managers exist on PATH for versions that are not active, so only running it tells.
+    Shims of version managers exist on PATH for versions that are not active, so only running it shows.
     """
     try:
         answer = subprocess.run([command, "-c", PROBE], capture_output=True, text=True, timeout=30, check=False)
@@ -90,7 +90,7 @@ def default_interpreter() -> tuple[str, str]:
     """The running interpreter if it is supported, else the first of the preferred versions found on this machine.
 
     Raises:
-        SetupError: there is none; the message says what to install.
+        SetupError: there is none; the message names what to install.
     """
     running = probe(sys.executable)
     if running:
@@ -141,7 +141,7 @@ def environment(folder: Path, minor: str, interpreter: str, parts: list[str]) ->
 
 
 def install(folder: Path, python: Path, part: str) -> None:
-    """One part, unless its stamp says that it is there as pyproject.toml wants it."""
+    """One part, unless its stamp shows that it is there as pyproject.toml wants it."""
     stamp = folder / f".installed-{part}"
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
     if stamp.exists() and stamp.read_text() == wanted:
@@ -259,7 +259,7 @@ def run_each(parts: list[str], command: list[str]) -> int:
 
 
 def run_other(parts: list[str], command: list[str]) -> int:
-    """Run the command on the JAX line that the default environment does not have; say so when there is none."""
+    """Run the command on the JAX line that the default environment does not have; print a line when there is none."""
     first, _ = default_interpreter()
     found = interpreters()
     others = [minor for minor in PREFERRED if jax_line(minor) != jax_line(first)]

@@ -87,8 +87,8 @@ def really(
             held[name] = array
         else:
             array.delete()
-        said = statistics() or {}
-        yield {"address": address, **{key: said.get(key) for key in COMPARED}}
+        counters = statistics() or {}
+        yield {"address": address, **{key: counters.get(key) for key in COMPARED}}
 
 
 def compared(model: Sequence[Row], real: Sequence[Row], regions: Sequence[tuple[int, int]]) -> dict[str, Any]:
@@ -144,7 +144,7 @@ def simulated_against_device(case: str, *, small: bool) -> dict[str, Any]:
     model = modelled(requests, pool)
     reports = bool(at_rest)
     real = list(really(requests, make, device.memory_stats))
-    told = compared(model, real, pool.regions()) if reports else None
+    comparison = compared(model, real, pool.regions()) if reports else None
     return {
         "case": case,
         "limit_bytes": at_rest.get("bytes_limit"),
@@ -152,6 +152,6 @@ def simulated_against_device(case: str, *, small: bool) -> dict[str, Any]:
         "preallocate": preallocate,
         "partitioned": version >= (0, 11),
         "requests_run": len(real),
-        "compared": told,
+        "compared": comparison,
         "unknown": None if reports else "the allocator reports nothing here, and its addresses are another's",
     }

@@ -174,12 +174,12 @@ def headline(result: dict[str, Any]) -> str:
 
 
 def of_statistics(answer: dict[str, Any]) -> str:
-    """How much the allocator says."""
-    said = answer["after_a_program"]
-    if not isinstance(said, dict):
-        return f"memory_stats() is {said}"
+    """How much the allocator reports."""
+    statistics = answer["after_a_program"]
+    if not isinstance(statistics, dict):
+        return f"memory_stats() is {statistics}"
     filled = "filled" if answer["largest_free_block_is_filled"] else "not filled"
-    return f"{len(said)} keys, largest free block {filled}, {answer['call_us']} us a call"
+    return f"{len(statistics)} keys, largest free block {filled}, {answer['call_us']} us a call"
 
 
 def of_out_of_memory(answer: dict[str, Any]) -> str:
@@ -209,13 +209,13 @@ def of_fragmentation(answer: dict[str, Any]) -> str:
 
 def of_simulation(answer: dict[str, Any]) -> str:
     """How far the simulated allocator went with the real one."""
-    told = answer["compared"]
-    if told is None:
+    compared = answer["compared"]
+    if compared is None:
         return f"{answer['requests_run']} requests ran; not compared, because {answer['unknown']}"
-    words = f"{told['alike']} of {told['requests']} requests alike"
-    if told["first_unlike"]:
-        words += f", then {', '.join(told['first_unlike']['unlike'])}"
-    return f"{words}; refused at {told['refused_at']}, on the device at {told['device_refused_at']}"
+    words = f"{compared['alike']} of {compared['requests']} requests alike"
+    if compared["first_unlike"]:
+        words += f", then {', '.join(compared['first_unlike']['unlike'])}"
+    return f"{words}; refused at {compared['refused_at']}, on the device at {compared['device_refused_at']}"
 
 
 def of_recorded_runs(answer: dict[str, Any]) -> str:
@@ -236,18 +236,18 @@ def of_defragment(answer: dict[str, Any]) -> str:
 
 def of_moved(answer: dict[str, Any]) -> str:
     """What `jm.defragment` made of two pools, or why it did nothing."""
-    told = []
+    parts = []
     for name in ("small_between_large_holes", "as_large_as_the_holes"):
         pool = answer[name]
         if not pool["done"]:
             return pool["reason"][:110]
         (before,), (after,) = pool["before"].values(), pool["after"].values()
         shares = [f"{share:.0%}" if share else "none" for share in (pool["device_share"], pool["host_share"])]
-        told.append(
+        parts.append(
             f"largest free {shown(before['largest_free_bytes'])} -> {shown(after['largest_free_bytes'])}"
             f" ({pool['moved']} moved, device {shares[0]}, host {shares[1]} of one large copy)"
         )
-    return "; ".join(told)
+    return "; ".join(parts)
 
 
 def of_environment(answer: dict[str, Any]) -> str:
@@ -284,7 +284,7 @@ def deleted_of(outcome: dict[str, Any]) -> str:
 
 
 def shown(count: int | None) -> str:
-    """Bytes for the table; what is not reported is said so."""
+    """Bytes for the table; what is not reported has a word for it."""
     return "unknown, because the allocator reports none" if count is None else f"{count:,} B"
 
 
@@ -311,7 +311,7 @@ def main(arguments: list[str]) -> int:
     platform = (present["answer"] or {}).get("platform")
     if platform not in (("cpu",) if options.preflight else ("gpu", "cuda")):
         print(
-            f"JAX in {sys.executable} sees {platform or 'nothing'}, not the GPU. It said:\n{present.get('stderr_end', '')}"
+            f"JAX in {sys.executable} sees {platform or 'nothing'}, not the GPU. Its output:\n{present.get('stderr_end', '')}"
         )
         print("Install it for this driver, for example: python3 -m pip install 'jax[cuda12]'")
         return 1

@@ -51,7 +51,7 @@ def pool(hole_mib: int, kept_mib: int, *, small: bool) -> dict[str, Any]:
     refused = error_of(lambda: jnp.zeros((asked // 4,), jnp.float32)) if limit else None
     before = our_reading()
     kept, report = jm.defragment(kept)
-    told = {name: getattr(report, name) for name in ("device_bytes", "host_bytes", "device_share", "host_share")}
+    totals = {name: getattr(report, name) for name in ("device_bytes", "host_bytes", "device_share", "host_share")}
     figures = {
         field.name: getattr(report, field.name)
         for field in dataclasses.fields(report)
@@ -73,7 +73,7 @@ def pool(hole_mib: int, kept_mib: int, *, small: bool) -> dict[str, Any]:
         "moved": len(report.moved),
         "went_lower": sum(each.after < each.before for each in report.moved),
         **figures,
-        **told,
+        **totals,
     }
     for array in kept:
         array.delete()

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 GOAL = 0.02  # predicted and measured peak are to be no further apart
-TELLING_S = 0.01  # of shorter steps, such as the preflight's, times tell nothing about recomputation
+TELLING_S = 0.01  # of shorter steps, such as the preflight's, times show nothing of recomputation
 
 
 def predictions(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -46,11 +46,11 @@ def _bytes_of(answer: Mapping[str, Any]) -> dict[str, Any]:
         "measured_peak_unknown": reason,
     }
     for where in ("attached", "without_the_device"):
-        said = predicted.get(where, {"error": "no target is like this device"})
-        row[f"{where}_bytes"] = said.get("step_bytes")
-        row[f"{where}_unknown"] = said.get("error")
-        known = row["measured_peak_bytes"] is not None and said.get("step_bytes")
-        row[f"{where}_difference"] = round(said["step_bytes"] / peak - 1, 5) if known else None
+        found = predicted.get(where, {"error": "no target is like this device"})
+        row[f"{where}_bytes"] = found.get("step_bytes")
+        row[f"{where}_unknown"] = found.get("error")
+        known = row["measured_peak_bytes"] is not None and found.get("step_bytes")
+        row[f"{where}_difference"] = round(found["step_bytes"] / peak - 1, 5) if known else None
     return row
 
 
@@ -72,9 +72,9 @@ def _modelled(
     answer: Mapping[str, Any], plain: Mapping[str, Any] | None
 ) -> tuple[str | None, float | None, float | None]:
     """Modelled seconds of a step and of the plain one, and of what: the nearest target, or failing that the device."""
-    said = [{} if each is None else each["predicted"] for each in (answer, plain)]
+    predictions = [{} if each is None else each["predicted"] for each in (answer, plain)]
     places = ("without_the_device", "attached")
-    times = {where: [each.get(where, {}).get("modelled_s") for each in said] for where in places}
+    times = {where: [each.get(where, {}).get("modelled_s") for each in predictions] for where in places}
     both = [where for where in places if None not in times[where]]
     where = next(iter(both or [where for where in places if times[where][0] is not None]), None)
     return (None, None, None) if where is None else (where, *times[where])
@@ -83,28 +83,28 @@ def _modelled(
 def of_plan(answer: Mapping[str, Any]) -> str:
     """The answer of one question in a few words, for the table."""
     row = _bytes_of(answer)
-    said = f"predicted {_shown(row, 'attached')}, without the device {_shown(row, 'without_the_device')}"
-    return f"{said}; {_peak(row)}"
+    bytes_words = f"predicted {_shown(row, 'attached')}, without the device {_shown(row, 'without_the_device')}"
+    return f"{bytes_words}; {_peak(row)}"
 
 
 def prediction_line(row: Mapping[str, Any]) -> str:
     """One row for the end of the output; a difference beyond the goal is marked."""
-    said = [f"  {row['question']}: {_peak(row)}"]
+    parts = [f"  {row['question']}: {_peak(row)}"]
     for where, words in (
         ("attached", "the plan here"),
         ("without_the_device", f"without it ({row['nearest_target']})"),
     ):
         off = row[f"{where}_difference"]
         mark = "" if off is None or abs(off) <= GOAL else f", beyond the goal of {GOAL:.0%}"
-        said.append(f"{words} {_shown(row, where)}" + ("" if off is None else f" ({off:+.1%}{mark})"))
+        parts.append(f"{words} {_shown(row, where)}" + ("" if off is None else f" ({off:+.1%}{mark})"))
     shares = [row[f"{kind}_recompute_share"] for kind in ("measured", "modelled")]
     times = " and ".join("unknown" if share is None else f"{share:+.1%}" for share in shares)
-    return "; ".join([*said, f"time against the plain step, measured and modelled: {times}"])
+    return "; ".join([*parts, f"time against the plain step, measured and modelled: {times}"])
 
 
 def _shown(row: Mapping[str, Any], where: str) -> str:
     count = row[f"{where}_bytes"]
-    reason = str(row[f"{where}_unknown"] or "the compiler said none").splitlines()[0]
+    reason = str(row[f"{where}_unknown"] or "the compiler gave none").splitlines()[0]
     return f"{count:,} B" if count is not None else f"unknown, because {reason[:110]}"
 
 

@@ -32,16 +32,16 @@ def device() -> Any:
 
 
 def stats() -> dict[str, int] | str | None:
-    """What the allocator says, as it says it."""
+    """The allocator's statistics, as they come."""
     try:
         return device().memory_stats()
     except jax.errors.JaxRuntimeError as error:
         return f"{type(error).__name__}: {error}"[:TEXT]
 
 
-def value(said: Any, key: str) -> int | None:
-    """One figure of the statistics; null where there are none."""
-    return said.get(key) if isinstance(said, dict) else None
+def value(counters: Any, key: str) -> int | None:
+    """One figure of the counters; null where there are none."""
+    return counters.get(key) if isinstance(counters, dict) else None
 
 
 def error_of(call: Callable[[], Any]) -> dict[str, str] | None:
@@ -214,7 +214,7 @@ def simulated(case: str, *, small: bool) -> dict[str, Any]:
 
 
 def recorded_runs(*, small: bool) -> dict[str, Any]:
-    """What the monitor tells of healthy and faulty runs here, and their recordings."""
+    """The monitor's events of healthy and faulty runs here, and their recordings."""
     from gpu_recordings import record_on
 
     return record_on(small=small)
@@ -314,14 +314,15 @@ def fragmentation(*, small: bool) -> dict[str, Any]:
     readings["empty"] = (stats(), our_reading())
     again = error_of(lambda: jnp.zeros((asked // 4,), jnp.float32)) if limit else None
     answer = {
-        name: {"statistics": said, "share": share(said), "our_reading": ours} for name, (said, ours) in readings.items()
+        name: {"statistics": counters, "share": share(counters), "our_reading": ours}
+        for name, (counters, ours) in readings.items()
     }
     return {**answer, "asked_bytes": asked, "error_with_holes": failed, "error_when_empty": again}
 
 
-def share(said: Any) -> float | None:
+def share(counters: Any) -> float | None:
     """XLA's own fragmentation: the part of the pool's free bytes that is outside the largest free block."""
-    pool, used, block = (value(said, key) for key in ("pool_bytes", "bytes_in_use", "largest_free_block_bytes"))
+    pool, used, block = (value(counters, key) for key in ("pool_bytes", "bytes_in_use", "largest_free_block_bytes"))
     if not pool or used is None or not block or pool <= used:
         return None
     return round(1 - block / (pool - used), 4)

@@ -17,7 +17,7 @@ FAULTY = ("near_oom", "growth", "donation_lost")
 
 
 def record_on(*, small: bool) -> dict[str, Any]:
-    """Name -> lines written and the kinds of the events told, or why the run failed."""
+    """Name -> lines written and the kinds of its events, or why the run failed."""
     if small or jax.default_backend() == "cpu":
         with tempfile.TemporaryDirectory() as folder:
             return _recorded(HEALTHY[:1], Path(folder))

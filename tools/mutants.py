@@ -29,7 +29,7 @@ LIMIT_S = 240
 
 
 class TableError(Exception):
-    """The table and the tree do not fit; the message says which entry and why."""
+    """The table and the tree do not fit; the message names the entry and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +129,7 @@ def copy_tree(target: Path) -> None:
 
 
 def run_tests(tree: Path, tests: list[str], *, stop: bool) -> tuple[int, list[str], str]:
-    """The exit code of pytest, the tests that went red, and all it said; exit code -1 when it ran past the limit."""
+    """The exit code of pytest, the tests that went red, and its output; exit code -1 when it ran past the limit."""
     variables = dict(os.environ, PYTHONPATH=str(tree), PYTHONDONTWRITEBYTECODE="1")
     command = [sys.executable, "-m", "pytest", "-q", "--no-header", "-rfE", "--tb=short", "--hypothesis-seed=0"]
     command += ["-p", "no:cacheprovider", *(["-x"] if stop else []), *tests]
@@ -150,7 +150,7 @@ def run_tests(tree: Path, tests: list[str], *, stop: bool) -> tuple[int, list[st
 
 
 def try_mutant(mutant: Mutant, trees: queue.SimpleQueue[Path]) -> tuple[bool, str]:
-    """Whether a test went red, and the line that says so."""
+    """Whether a test went red, and the line to print."""
     tree = trees.get()
     path = tree / mutant.file
     original = path.read_text()
@@ -158,7 +158,7 @@ def try_mutant(mutant: Mutant, trees: queue.SimpleQueue[Path]) -> tuple[bool, st
     try:
         changed, number = mutate(original, mutant)
         path.write_text(changed)
-        code, red, said = run_tests(tree, list(mutant.tests), stop=True)
+        code, red, output = run_tests(tree, list(mutant.tests), stop=True)
     finally:
         path.write_text(original)
         trees.put(tree)
@@ -172,7 +172,7 @@ def try_mutant(mutant: Mutant, trees: queue.SimpleQueue[Path]) -> tuple[bool, st
             False,
             f"SURVIVED  {what}\n  `{mutant.line}` -> `{mutant.replacement}`\n  {mutant.why}\n  {' '.join(mutant.tests)}",
         )
-    return False, f"NO PROOF  {what}: pytest ended with exit code {code}, no test ran\n{said[-3000:]}"
+    return False, f"NO PROOF  {what}: pytest ended with exit code {code}, no test ran\n{output[-3000:]}"
 
 
 def baseline(mutants: list[Mutant], tree: Path) -> bool:
@@ -185,11 +185,11 @@ def baseline(mutants: list[Mutant], tree: Path) -> bool:
         return False
     tests = sorted({test for mutant in mutants for test in mutant.tests})
     files = {test for test in tests if "::" not in test}
-    code, red, said = run_tests(
+    code, red, output = run_tests(
         tree, [test for test in tests if test in files or test.split("::")[0] not in files], stop=False
     )
     if code:
-        print(said[-4000:])
+        print(output[-4000:])
         print(
             f"The tests are not green without mutants ({', '.join(red) or f'exit code {code}'}): nothing can be proved."
         )

@@ -54,7 +54,7 @@ def record(name: str, out: Path) -> dict[str, Any]:
     """Make one run in this process and write its recording.
 
     Returns:
-        ``file``, ``lines`` and the kinds of the ``events`` told.
+        ``file``, ``lines`` and the kinds of its ``events``.
     """
     import jax
 
@@ -94,9 +94,9 @@ def record(name: str, out: Path) -> dict[str, Any]:
     path = out / f"{prefix}{name}.jsonl.gz"
     with gzip.GzipFile(path, "wb", mtime=0) as file:
         file.write(text.encode())
-    told = [event.kind for event in opened[-1].events]
-    print(f"{name}: {len(lines)} lines, events: {', '.join(told) or 'none'}", flush=True)
-    return {"file": path.name, "lines": len(lines), "events": told}
+    kinds = [event.kind for event in opened[-1].events]
+    print(f"{name}: {len(lines)} lines, events: {', '.join(kinds) or 'none'}", flush=True)
+    return {"file": path.name, "lines": len(lines), "events": kinds}
 
 
 def _allocator(lines: list[str]) -> str:

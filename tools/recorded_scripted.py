@@ -61,7 +61,7 @@ def _train(
 
 
 def _readings(look: int, share: float, free: int, limit: int) -> tuple[Reading, Reading]:
-    """What the allocator would say, and the live arrays that it would hold."""
+    """What the allocator would report, and the live arrays that it would hold."""
     held, now = 64 * MIB - free, time.time() + look / 50
     allocator = Reading(
         source="allocator",

@@ -54,8 +54,8 @@ def plain() -> dict[str, Any]:
     scripts = {each.name: each.value for each in importlib.metadata.entry_points(group="console_scripts")}
     plugins = {each.name: each.value for each in importlib.metadata.entry_points(group="pytest11")}
     command = [str(Path(sys.executable).with_name("jaxmem")), "presets", "full_remat"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert "  remat: full" in said.splitlines()
+    answered = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "  remat: full" in answered.splitlines()
     return {
         "package": str(package),
         "presets": list(jm.list_presets()),
@@ -82,14 +82,14 @@ def plan(extra: str) -> dict[str, Any]:
 
 
 def nvidia() -> dict[str, Any]:
-    """The driver's library is there; where it finds no driver, the probe says so in one line."""
+    """The driver's library is there; where it finds no driver, the probe answers in one line."""
     importlib.import_module("pynvml")
     driver = importlib.import_module("jaxmem_callbacks.probes.device_memory")
     (answer,) = driver.DriverProbe([SimpleNamespace(platform="gpu", id=0, local_hardware_id=0)]).read(0)
-    said = getattr(answer, "reason", "a reading")
-    assert "\n" not in said
-    assert "not installed" not in said
-    return {"library": f"nvidia-ml-py {importlib.metadata.version('nvidia-ml-py')}", "driver": said}
+    answered = getattr(answer, "reason", "a reading")
+    assert "\n" not in answered
+    assert "not installed" not in answered
+    return {"library": f"nvidia-ml-py {importlib.metadata.version('nvidia-ml-py')}", "driver": answered}
 
 
 def main(extra: str) -> None:

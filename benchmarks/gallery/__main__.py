@@ -131,7 +131,7 @@ class Trial:
 
         Raises:
             FailedError: at the first that does not come out.
-            CannotPasteError: the printed lines do not say where they go.
+            CannotPasteError: the printed lines do not name where they go.
         """
         self.row["needs_bytes"] = {target: self.inspected(self.plain, target) for target in TARGETS}
         # A program of several devices is planned, and trained, for as many.

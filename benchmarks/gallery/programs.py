@@ -33,7 +33,7 @@ _NEWEST = (
 )
 LINES: dict[str, Line] = {
     "0.12": Line("3.12", _NEWEST, ("dm-haiku==0.0.17", "flax==0.12.12")),
-    # One version: of its hundreds of nightly ones pip would try all before it says no.
+    # One version: of its hundreds of nightly ones pip would try all before it gives up.
     "0.11": Line("3.12", ("marin-levanter==0.2.227.dev40316220070",)),
 }
 
@@ -46,7 +46,7 @@ class Program(NamedTuple):
         line: The JAX line that it runs on.
         packaged: Whether the training comes unedited from a package registry. The file then only calls it, on small settings.
         devices: How many devices it trains on.
-        examples: The folder of a package's published sources that its file imports from; edited where printed lines say so.
+        examples: The folder of a package's published sources that its file imports from; edited where printed lines name it.
     """
 
     origin: str
