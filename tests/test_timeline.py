@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,6 +13,7 @@ from jaxmem_callbacks.analysis.timeline import Curve, Stretch, Timeline, thinned
 from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap, LiveBuffer
 from jaxmem_callbacks.records.page import clean
+from jaxmem_callbacks.records.peaks import BY_TOTALS
 from jaxmem_callbacks.records.runs import AcrossFigure, AcrossProcesses
 from jaxmem_callbacks.writers.report import story_model
 from tests.rich_runs import census, heap_at, write_rich_run
@@ -114,6 +117,21 @@ def test_a_program_that_needs_more_than_the_limit_does_not_fit(tmp_path):
     assert glance["level"] == "bad"
     assert glance["verdict"] == "train_step does not fit: it needs 1.5 times the limit of 75.0 GiB."
     assert "train_step needs 116 GiB by its compiler, 1.5 times the limit" in story_model(story)["sentence"]
+
+
+@pytest.mark.parametrize(
+    ("need", "source"), [(1.0, "as it was planned"), (1.1, "by its arguments and its compiler's totals")]
+)
+def test_a_plans_peak_fills_in_for_totals_where_the_plan_came_true(tmp_path, need, source):
+    write_rich_run(tmp_path)
+    (story,) = stories_of(tmp_path)
+    program = story.programs["train_step"]
+    planned = story.plan.candidates[story.plan.chosen]
+    chosen = replace(planned, step_bytes=round(program.memory.step_bytes / need))
+    story.plan = replace(story.plan, candidates=(chosen,), chosen=0)
+    story.programs["train_step"] = replace(program, peak=replace(planned.peak, basis=BY_TOTALS))
+    (shown,) = [each for each in story_model(story)["programs"] if each["name"] == "train_step"]
+    assert shown["peak"]["source"] == source
 
 
 def test_texts_of_the_model_show_no_secret_and_no_control_sequence():

@@ -8,7 +8,7 @@ from typing import final
 
 from jaxmem_callbacks.analysis.observation import Compiled, Observation
 from jaxmem_callbacks.records.advice import advise
-from jaxmem_callbacks.records.plans import PlanRecord
+from jaxmem_callbacks.records.plans import OFF_SHARE, PlanRecord
 from jaxmem_callbacks.records.policies import mesh_words
 from jaxmem_callbacks.records.programs import Compilation, Conditions
 from jaxmem_callbacks.records.runs import MemoryEvent
@@ -227,8 +227,6 @@ def _recompilation_event(compiled: Compiled, count: int, *, anew: bool) -> Memor
     )
 
 
-# A plan of the same program by the same compiler is off by nothing; another machine's autotuning may cost a few percent.
-_OFF = 0.05
 _SHOWN_DIFFERENCES = 3
 _PLATFORMS = {"cuda": "gpu"}
 
@@ -328,7 +326,7 @@ def _stale_event(plan: PlanRecord, compiled: Compiled, stale: Sequence[str]) -> 
 
 def _off_events(plan: PlanRecord, compiled: Compiled) -> list[MemoryEvent]:
     sizes = _sizes(plan, compiled)
-    if "predicted_bytes" not in sizes or abs(sizes["compiled_bytes"] / sizes["predicted_bytes"] - 1) <= _OFF:
+    if "predicted_bytes" not in sizes or abs(sizes["compiled_bytes"] / sizes["predicted_bytes"] - 1) <= OFF_SHARE:
         return []
     off = sizes["compiled_bytes"] / sizes["predicted_bytes"] - 1
     message = (

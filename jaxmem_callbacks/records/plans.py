@@ -10,6 +10,9 @@ from jaxmem_callbacks.records.peaks import Peak
 from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, own_checkpoints_words
 from jaxmem_callbacks.records.units import format_bytes
 
+# A plan of the same program by the same compiler is off by nothing; another machine's autotuning may cost a few percent.
+OFF_SHARE = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class FrontierPoint:

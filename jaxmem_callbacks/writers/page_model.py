@@ -17,9 +17,9 @@ from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.documents import Block, as_blocks
 from jaxmem_callbacks.records.page import FORMAT, clean
 from jaxmem_callbacks.records.peaks import BY_TOTALS, peak_model
-from jaxmem_callbacks.records.plans import Candidate, PlanRecord
+from jaxmem_callbacks.records.plans import OFF_SHARE, Candidate, PlanRecord
 from jaxmem_callbacks.records.presets import Preset
-from jaxmem_callbacks.records.programs import ASSIGNED, program_model
+from jaxmem_callbacks.records.programs import ASSIGNED, ProgramMemory, program_model
 from jaxmem_callbacks.records.runs import MemoryEvent
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.writers.events import event_details, event_title
@@ -242,11 +242,10 @@ def event_model(number: int, event: MemoryEvent) -> dict[str, Any]:
 
 def _program(name: str, summary: ProgramSummary, plan: PlanRecord | None) -> dict[str, Any]:
     planned = plan.candidates[plan.chosen] if plan is not None and plan.step == name else None
-    peak, source = summary.peak, ASSIGNED
+    peak, memory, source = summary.peak, summary.memory, ASSIGNED
     foreseen = None if planned is None else planned.placed_elsewhere or planned.peak
-    if foreseen is not None and (peak is None or peak.basis == BY_TOTALS):
+    if foreseen is not None and (peak is None or (peak.basis == BY_TOTALS and _came_true(planned, memory))):
         peak, source = foreseen, "as it was planned"
-    memory = summary.memory
     found: dict[str, Any] = {
         "name": name,
         "compiles": summary.compiles,
@@ -257,6 +256,12 @@ def _program(name: str, summary: ProgramSummary, plan: PlanRecord | None) -> dic
     if memory is not None:
         return program_model(memory, peak=peak, source=source, schedule=summary.schedule) | found
     return found if peak is None else found | {"peak": peak_model(peak, source)}
+
+
+def _came_true(planned: Candidate | None, memory: ProgramMemory | None) -> bool:
+    """Whether a program needs what was planned of it: only then does the plan's peak show what the run has."""
+    predicted = planned and planned.step_bytes
+    return bool(predicted) and memory is not None and abs(memory.step_bytes / predicted - 1) <= OFF_SHARE
 
 
 # Plans
