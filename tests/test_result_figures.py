@@ -297,9 +297,9 @@ def test_the_time_of_a_report_is_that_of_the_file():
     few, few_dump, many, many_dump = (f"{row['seconds']:.2f}" for row in rows)
     assert [row["live_arrays"] for row in rows] == [1_000, 1_000, 100_000, 100_000]
     text = " ".join((ROOT / "docs" / "oom.md").read_text().split())
-    assert f"on a machine of {content['cores']} cores that had other work: {few} s beside 1,000 live arrays" in text
+    assert f"on a machine of {content['cores']} cores that had other work: {few} s with 1,000 live arrays" in text
     dumps = f"{few_dump} and {many_dump} s where the error's text is an allocator's dump"
-    assert f"and {many} s beside 100,000; {dumps}" in text
+    assert f"and {many} s with 100,000; {dumps}" in text
     assert f"dump of {rows[1]['text_bytes'] / 1e6:.0f} MB; at most {most:.2f} s" in text
 
 
