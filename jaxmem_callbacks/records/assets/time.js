@@ -11,7 +11,7 @@ const LINES = {
   live_array_bytes: ["live arrays", "live"],
   device_used_bytes: ["whole device, all processes", "driver"],
 };
-const LEFT = 62, RIGHT = 14, TOP = 30, GAP = 26, BOTTOM = 34;
+const LEFT = 74, RIGHT = 14, TOP = 30, GAP = 38, BOTTOM = 34;
 const EVERY = "each device";
 
 export function overTime(run, page) {
