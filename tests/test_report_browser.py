@@ -128,7 +128,7 @@ def test_the_treemap_opens_a_group_and_compares_programs(browser: Browser, page:
         "const list = document.querySelectorAll('#peak select')[1]; list.selectedIndex = 1;"
         "list.dispatchEvent(new Event('change'))"
     )
-    assert "train_step beside eval_step: " in browser.text()
+    assert "train_step compared with eval_step: " in browser.text()
 
 
 def test_a_point_of_the_plan_shows_its_preset(browser: Browser, page: Path):

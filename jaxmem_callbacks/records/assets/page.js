@@ -78,7 +78,7 @@ export function show(root, { title, entries, footer, notes = [] }) {
       onchange: () => pick(entry, true) }), el("button", { type: "button", class: "quiet", onclick: () => pick(entry, false), title: entry.label }, entry.label)));
     return el("details", { class: "picker", open: page.pickerOpen ?? !many, ontoggle: event => { page.pickerOpen = event.target.open; } },
       el("summary", {}, `${page.picked.length} of ${entries.length} runs`), el("div", { class: "runs", role: "group", "aria-label": "runs" }, rows),
-      el("p", { class: "soft" }, "A name shows one run; boxes put up to three beside each other."));
+      el("p", { class: "soft" }, "A name shows one run; boxes put up to three side by side."));
   }
 
   function showEvent(run, number) {

@@ -38,7 +38,7 @@ export function whatMakesThePeak(run, page) {
   const controls = programs.length < 2 && !others.length ? null : el("div", { class: "controls" },
     programs.length > 1 ? choose("program", programs.map(one => [one, `${one.name}, ${bytes(one.bytes ?? one.peak.bytes)}`]), view.program,
       value => { view.program = value; view.group = null; again(); }) : null,
-    others.length ? choose("beside", [[null, "nothing"], ...others], null, value => { view.against = value; again(); }) : null);
+    others.length ? choose("compared with", [[null, "nothing"], ...others], null, value => { view.against = value; again(); }) : null);
   again();
   return el("div", {}, controls, head, map, about, beside);
 }
@@ -166,7 +166,7 @@ function grown(program, other) {
   const rows = names.map(group => [group, size(other, group), size(program, group)])
     .sort((a, b) => Math.abs(b[2] - b[1]) - Math.abs(a[2] - a[1]));
   const strip = (value, style) => { const node = el("i", { class: style }); node.style.width = `${100 * value / most}%`; return el("span", { class: "strip" }, node); };
-  return el("div", { class: "beside" }, el("h4", {}, `${program.name} beside ${other.name}: ${signed(program.peak.bytes - other.peak.bytes)}`),
+  return el("div", { class: "beside" }, el("h4", {}, `${program.name} compared with ${other.name}: ${signed(program.peak.bytes - other.peak.bytes)}`),
     el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ["group", other.name, program.name, "grew by", ""].map((text, at) => el("th", { class: at && at < 4 ? "right" : null }, text)))),
       el("tbody", {}, rows.map(([group, before, now]) => el("tr", {}, el("td", {}, swatch(colour(group)), group), el("td", { class: "right" }, bytes(before)),
         el("td", { class: "right" }, bytes(now)), el("td", { class: `right ${now > before ? "more" : now < before ? "less" : ""}` }, signed(now - before)),
