@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gallery import memory_viewer, remat_policies
+from benchmarks.gallery import memory_viewer, remat_policies, two_hosts
 from benchmarks.gallery.pasting import CannotPasteError, paste, printed_lines
 from benchmarks.gallery.programs import LINES, PROGRAMS, SCRIPTS
-from benchmarks.gallery.result import file_of, read, table
+from benchmarks.gallery.result import file_of, hosts_table, read, table
 from benchmarks.sources import ROOT
 
 LEAST, LEAST_PACKAGED = 15, 10
@@ -99,6 +99,33 @@ def test_the_line_for_a_learner_of_tunix_was_trained_with():
     assert f"`{line}`" in (ROOT / "docs" / "frameworks.md").read_text()
     assert line in (SCRIPTS / "tunix_grpo.py").read_text()
     assert read()["tunix_grpo"]["monitor_lines"] > 0
+
+
+def hosts() -> list[dict[str, Any]]:
+    return sorted(json.loads(two_hosts.RESULT.read_text())["rows"], key=lambda row: row["scenario"])
+
+
+def test_the_page_has_the_table_of_two_hosts():
+    assert "\n".join(hosts_table(hosts())) in (ROOT / "docs" / "gallery.md").read_text()
+
+
+def test_what_happened_to_one_process_is_on_the_pages_of_both():
+    event, failure = hosts()
+    assert (event["scenario"], event["exit_codes"]) == ("event", [0, 0])
+    first, second = event["ended"]
+    assert first["losses"] == second["losses"]
+    assert (first["events"], [kind for kind, _ in second["events"]]) == ([], ["near_oom"])
+    step = second["events"][0][1]
+    assert event["pages"]["process 0"]["sentence"].endswith(
+        f"other processes reported near out of memory at step {step} (process 1)."
+    )
+    ((kind, step),) = [(each["event"], each["step"]) for each in failure["events"]]
+    assert kind == "out_of_memory"
+    assert failure["pages"]["process 0"]["verdict"] == f"It does not fit: memory ran out at step {step} on process 1."
+    assert failure["pages"]["process 1"]["verdict"] == f"It does not fit: memory ran out at step {step}."
+    assert "jit_train_step" in failure["events"][0]["message"]
+    assert all(failure["exit_codes"]), "the one that waited for the other did not stay"
+    assert failure["reports"] == ["oom-*-process1-*"]
 
 
 def policies() -> dict[str, Any]:

@@ -63,3 +63,22 @@ def table(rows: dict[str, Any]) -> list[str]:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def hosts_table(rows: list[dict[str, Any]]) -> list[str]:
+    """The lines of the table of a training's two processes in Markdown.
+
+    Args:
+        rows: Of results/two_hosts.json.
+    """
+    pages = ("process 0", "process 1")
+    lines = [
+        "| run | exit codes | the page of process 0 says | the page of process 1 says |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        parts = [row["pages"][page]["sentence"].rstrip(".").split("; ") for page in pages]
+        said = ["; ".join(part for part in each if "reported" in part and "no event" not in part) for each in parts]
+        codes = " and ".join(str(code) for code in row["exit_codes"])
+        lines.append(f"| `{row['scenario']}` | {codes} | {said[0]} | {said[1]} |")
+    return lines
