@@ -17,7 +17,10 @@ import jaxmem_callbacks as jm
 from jaxmem_callbacks.config.presets import parse_preset, preset_to_yaml
 from jaxmem_callbacks.planning.step_time import host_bytes
 from jaxmem_callbacks.programs.reading.hlo import parse_module
-from jaxmem_callbacks.programs.reading.host_copies import host_copies
+from jaxmem_callbacks.programs.reading.host_copies import HostCopies, host_copies
+from jaxmem_callbacks.programs.steps.donation import is_on_host
+from jaxmem_callbacks.programs.steps.host_state import unsaved
+from jaxmem_callbacks.programs.steps.program import step_bytes_of
 from jaxmem_callbacks.records.presets import Preset
 from jaxmem_callbacks.records.units import format_bytes
 from tests.pasting import pasted, run
@@ -310,3 +313,37 @@ def test_the_schedule_shows_how_much_of_the_state_is_on_the_device_at_once(order
 
 def test_a_program_without_the_host_has_no_such_schedule():
     assert host_copies(parse_module(HEAD + "  p = f32[8]{0} parameter(0)\n}\n")) is None
+
+
+@pytest.mark.slow
+@pytest.mark.targets
+def test_a_state_whose_schedule_saves_nothing_is_shown_with_both_figures():
+    """On a v5e the scheduler brings the whole state at once; what it saves without that scheduler is in the file of results."""
+    args = chain(2048, 8)
+    step = jm.jit_step(long_step, POLICY)
+    placed = jm.place_state(step, *args)
+    before = jm.step_memory(jm.jit_step(long_step), *args, target="v5e").step_bytes
+    memory = jm.step_memory(step, *placed, target="v5e")
+    assert memory.step_bytes >= before
+    figures = f"{format_bytes(memory.step_bytes)} with the state on the host and {format_bytes(before)} without"
+    assert any(f"does not make the step smaller: {figures}, both compiled." in each for each in memory.warnings)
+
+
+@pytest.mark.parametrize(("at_once", "was", "asked"), [(4, 10, True), (4, 12, True), (1, 10, False)])
+def test_a_step_is_compiled_without_its_moved_state_only_where_half_of_it_comes_at_once(at_once, was, asked):
+    schedule = HostCopies(waiting_bytes=4, arrays=4, at_once_bytes=at_once, at_once=at_once, moment=1, length=9)
+    calls = []
+    words = unsaved(schedule, 10, lambda: calls.append(was) or was)
+    assert calls == [was] * asked
+    assert bool(words) == (asked and was == 10)
+
+
+@pytest.mark.core
+def test_a_moved_state_is_held_against_the_same_step_with_its_state_on_the_device():
+    params, opt_state, x = start()
+    step = jm.jit_step(train_step, POLICY)
+    placed = jm.place_state(step, params, opt_state, x)
+    other, (args, kwargs) = step.with_state_here(placed, {})
+    assert not any(is_on_host(getattr(each, "sharding", None)) for each in jax.tree.leaves(args))
+    expected = jm.step_memory(jm.jit_step(train_step), params, opt_state, x).step_bytes
+    assert step_bytes_of("step", other.lower(*args, **kwargs)) == expected

@@ -21,7 +21,14 @@ from jaxmem_callbacks.planning.problem import ParsedRequest, Problem, own_jit
 from jaxmem_callbacks.planning.request import MOST_OF_A_GPU, Space
 from jaxmem_callbacks.programs.steps.program import flags_now
 from jaxmem_callbacks.records.plans import Candidate
-from jaxmem_callbacks.records.policies import CompilerOptions, OptionValue, StepPolicy, jax_line, platform_word
+from jaxmem_callbacks.records.policies import (
+    CompilerOptions,
+    OptionValue,
+    StepPolicy,
+    jax_line,
+    platform_word,
+    policy_words,
+)
 from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.costs import NOTABLE
 
@@ -78,6 +85,30 @@ def try_options(parsed: ParsedRequest, queue: CompileQueue) -> None:
         queue.compile([(entry.compiler, policy)])
     if len(queue.results.known) == before:
         note_none_known(parsed.problem, queue.results)
+    if parsed.space.compiler_options == "all":
+        _drop_larger(queue.results)
+
+
+def _drop_larger(results: CompileResults) -> None:
+    """Leave no step that options of this library's choice make no smaller; what was tried is noted with both figures."""
+    for entry in [each for each in results.entries if each.has_options]:
+        policy, needs = replace(entry.candidate.policy, compiler_options=None), bytes_or_inf(entry.candidate)
+        without = [
+            each.candidate
+            for each in results.entries
+            if each.compiler is entry.compiler
+            and not each.has_options
+            and replace(each.candidate.policy, compiler_options=None) == policy
+        ]
+        options = entry.candidate.policy.options
+        if options is None or not without or needs < bytes_or_inf(without[0]):
+            continue
+        results.entries.remove(entry)
+        if needs < math.inf and without[0].step_bytes is not None:
+            results.note(
+                f"{options.words} does not make the step under {policy_words(policy)} smaller: "
+                f"{format_bytes(int(needs))} with it and {format_bytes(without[0].step_bytes)} without, both compiled."
+            )
 
 
 def note_none_known(problem: Problem, results: CompileResults) -> None:

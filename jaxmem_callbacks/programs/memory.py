@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import itertools
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from jaxmem_callbacks.programs.steps.donation import (
     require_unshared,
     worth_donating,
 )
+from jaxmem_callbacks.programs.steps.host_state import unsaved
 from jaxmem_callbacks.programs.steps.leaves import AbstractCall, abstract_call, require_arguments
 from jaxmem_callbacks.programs.steps.program import (
     Program,
@@ -411,10 +413,21 @@ def _for_target(step: JitStep, args: tuple[Any, ...], kwargs: dict[str, Any], ta
         raise CompileError(msg)
     program = Program(signature=(), memory=compiled.memory, uses=uses, undonated=traced.undonated)
     schedule = None if compiled.module is None else host_copies(compiled.module)
+
+    def without() -> float:
+        other, call = step.with_state_here(args, kwargs)
+        memory = compile_step_for(other.traced(*call), step.name, target)[0].memory
+        return math.inf if memory is None else memory.step_bytes
+
+    unsaved_words = unsaved(schedule, compiled.memory.step_bytes, without)
     return StepMemory(
         program=compiled.memory,
         arguments=argument_rows(uses, traced.undonated),
-        warnings=(*_warnings(step, program), *([schedule.words] if schedule else []), *compiled.note_of_reports),
+        warnings=(
+            *_warnings(step, program),
+            *([unsaved_words or schedule.words] if schedule else []),
+            *compiled.note_of_reports,
+        ),
         signature=signature_of(uses, {}),
         read_peak=again,
         read_causes=_causes(step, abstract_call(args, kwargs), target),

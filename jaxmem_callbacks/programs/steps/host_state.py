@@ -10,11 +10,13 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from jaxmem_callbacks.programs.reading.host_copies import HostCopies
 from jaxmem_callbacks.programs.steps.donation import PINNED_HOST, Place, is_on_host, result_elements
-from jaxmem_callbacks.programs.steps.leaves import Leaf, named_arguments, written_arguments
+from jaxmem_callbacks.programs.steps.leaves import Leaf, abstract, named_arguments, written_arguments
 from jaxmem_callbacks.programs.steps.placement import Pin
 from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.errors import PolicyError
+from jaxmem_callbacks.records.units import format_bytes
 from jaxmem_callbacks.transforms.arg_roles import OPTIMIZER
 from jaxmem_callbacks.transforms.frameworks import framework_of
 
@@ -133,6 +135,40 @@ def pins_on_host(
         )
         raise PolicyError(msg)
     return [*others.values(), *made]
+
+
+def unsaved(schedule: HostCopies | None, now: int, without: Callable[[], float]) -> str:
+    """A sentence where a state on the host does not make a step smaller; empty where it does.
+
+    Args:
+        schedule: When the compiled step has its arrays of the host on the device; None where host and device are one memory.
+        now: Bytes of the step.
+        without: Compiles the step with its state on the device, and returns its bytes. It is asked only where the schedule has
+            half of the state on the device at once: less than that leaves the other half on the host.
+    """
+    if schedule is None or 2 * schedule.at_once_bytes < schedule.waiting_bytes:
+        return ""
+    was = without()
+    if now < was:
+        return ""
+    return (
+        f"state_offload='optimizer' does not make the step smaller: {format_bytes(now)} with the state on the host and "
+        f"{format_bytes(int(was))} without, both compiled. {schedule.words} Leave state_offload out, or give "
+        "the policy compiler_options under which the state comes an array at a time."
+    )
+
+
+def on_device(call: Any) -> Any:
+    """The arguments of a call by their shapes, those in host memory as if they were on the device."""
+
+    def one(leaf: Any) -> Any:
+        shape = abstract(leaf)
+        place = getattr(shape, "sharding", None)
+        if place is None or not is_on_host(place):
+            return shape
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place.with_memory_kind("device"))
+
+    return jax.tree.map(one, call)
 
 
 def _on_host(place: Any) -> Sharding:

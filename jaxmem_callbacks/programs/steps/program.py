@@ -19,6 +19,7 @@ from jaxmem_callbacks.programs.reading.assigned import assigned_peak
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
 from jaxmem_callbacks.programs.reading.buffers import Argument, Arguments
 from jaxmem_callbacks.programs.reading.hlo import Module, parse_module
+from jaxmem_callbacks.programs.reading.host_copies import HostCopies, host_copies
 from jaxmem_callbacks.programs.steps import registry
 from jaxmem_callbacks.programs.steps.donation import UNWRITTEN, LeafUse, Written, leaf_uses, lost_donations
 from jaxmem_callbacks.programs.steps.leaves import Leaf, state_arguments
@@ -174,6 +175,7 @@ class Program:
         conditions: On what and with what it was compiled.
         peak: What makes its peak; None where nobody asked, and where the compiler hands over no buffer assignment.
         schedule: Its bytes over the step; None likewise.
+        host: Its arguments in host memory, and when they are on the device; None where all of them are there.
     """
 
     signature: Signature
@@ -184,6 +186,7 @@ class Program:
     conditions: Conditions = field(default_factory=Conditions)
     peak: Peak | None = None
     schedule: StepSchedule | None = None
+    host: HostCopies | None = None
 
     def compilation(self, name: str, changed: tuple[str, ...]) -> Compilation:
         """The record of this compile, made now.
@@ -256,6 +259,7 @@ def read_program(  # noqa: PLR0913 - what the call and the compile know, each on
         conditions=conditions_of(compiled, operations),
         peak=peak,
         schedule=schedule,
+        host=host_copies(module),
     )
 
 
@@ -321,6 +325,18 @@ def _assigned_peak(
         return None if found is None else (with_total(found[0], memory.step_bytes, UNPLACED).largest(_NAMED), found[1])
     except Exception:  # noqa: BLE001 - a training must not end for a picture of it
         return None
+
+
+def step_bytes_of(name: str, lowered: jax.stages.Lowered) -> int | float:
+    """Bytes of a step that is compiled for no other reason; infinite where its compiler finds no room for it."""
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError:
+        return math.inf
+    module = parse_module(compiled.as_text())
+    return program_memory(
+        compiled, name=name, platform=_platform(compiled), target="attached", module=module
+    ).step_bytes
 
 
 def _platform(compiled: jax.stages.Compiled) -> str:

@@ -13,6 +13,7 @@ import types
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, Generic, Literal, NamedTuple, ParamSpec, TypeVar, final
 
 import jax
@@ -31,7 +32,7 @@ from jaxmem_callbacks.programs.steps.donation import (
     undonated_names,
     with_passing,
 )
-from jaxmem_callbacks.programs.steps.host_state import fetching, placed
+from jaxmem_callbacks.programs.steps.host_state import fetching, on_device, placed, unsaved
 from jaxmem_callbacks.programs.steps.leaves import AbstractCall, Leaf, abstract_call, has_real_arrays, named_arguments
 from jaxmem_callbacks.programs.steps.placement import as_placed, mesh_of, require_returned
 from jaxmem_callbacks.programs.steps.program import (
@@ -43,6 +44,7 @@ from jaxmem_callbacks.programs.steps.program import (
     operations_of,
     read_program,
     record_copies,
+    step_bytes_of,
     without_donation_warning,
 )
 from jaxmem_callbacks.programs.steps.registry import announce, compiles, watch_compiles
@@ -464,6 +466,7 @@ class JitStep(Generic[_Arguments, _Results]):
             self._require_accumulable(jitted, args, kwargs)
             compiled = self.compile_call(args, kwargs)
             self.unchecked = False
+            self._require_smaller(compiled.program, args, kwargs)
             self._refuse_or_warn(compiled.program, executed=False)
             require_unshared(compiled.leaves, jitted.function)
             self._call = jitted.call
@@ -471,6 +474,25 @@ class JitStep(Generic[_Arguments, _Results]):
                 result = jitted.call(*args, **kwargs)
             record_copies(self.name, compiled.program, compiled.leaves)
             return result
+
+    def _require_smaller(self, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a state on the host that does not make the step smaller, as compiled; nothing has run yet."""
+
+        def without() -> float:
+            step, call = self.with_state_here(args, kwargs)
+            return step_bytes_of(self.name, step.lower(*call[0], **call[1]))
+
+        if self.policy.state_offload is None or program.memory is None:
+            return
+        if words := unsaved(program.host, program.memory.step_bytes, without):
+            raise PolicyError(words)
+
+    def with_state_here(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[JitStep, tuple[tuple[Any, ...], dict[str, Any]]]:
+        """The step with all of its state on the device, and the shapes of a call of it: what `state_offload` is held against."""
+        policy = replace(self.policy, state_offload=None)
+        return self.under(policy, None, None, gradients=self.gradients), on_device((args, kwargs))
 
     def _require_here(self) -> None:
         """Refuse compiler options that are for other hardware than the attached, or for another JAX."""
