@@ -6,7 +6,7 @@ ENVIRONMENT := $(PYTHON) tools/environments.py
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture docs quick record-answers test test-all test-adapters core lint format-check format types mutants check-wheel gpu-check bench bench-accumulation bench-adapters bench-analytic bench-chunks bench-hook bench-hosts bench-million bench-remat bench-lowering bench-options bench-padding bench-peers bench-policies bench-viewer bench-examples bench-plan bench-recovery bench-scale bench-simulator bench-stale bench-state bench-vmaps clean gallery newest python
+.PHONY: help demo picture docs quick record-answers test test-all test-adapters core lint format-check format types mutants check-wheel gpu-check bench bench-accumulation bench-adapters bench-analytic bench-chunks bench-estimator bench-hook bench-hosts bench-million bench-remat bench-lowering bench-options bench-padding bench-peers bench-policies bench-viewer bench-examples bench-plan bench-recovery bench-scale bench-simulator bench-stale bench-state bench-vmaps clean gallery newest python
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -40,6 +40,9 @@ bench-viewer: python ## the ten largest buffers at the peak of public programs, 
 
 bench-policies: python ## MaxText's own remat policies and one plan of the same decoder, for an H100; a quarter of an hour
 	@$(ENVIRONMENT) run project,test python -m benchmarks.gallery.remat_policies $(ARGS)
+
+bench-estimator: python ## MaxText's memory estimator and a plan, asked for a policy that fits a TPU v5e; minutes
+	@$(ENVIRONMENT) run project,test python -m benchmarks.gallery.estimator $(ARGS)
 
 bench-hosts: python ## MaxText in two processes on the CPU: an event on one, and a failure, on the pages of both; minutes
 	@$(ENVIRONMENT) run project,test python -m benchmarks.gallery.two_hosts $(ARGS)

@@ -79,6 +79,7 @@ COMMANDS = {
     "check_wheel": "check-wheel",
     "chunked_head": "bench-chunks",
     "compiler_options": "bench-options",
+    "estimator": "bench-estimator",
     "frameworks": "test-adapters",
     "gallery": "gallery",
     "memory_viewer": "bench-viewer",
@@ -93,6 +94,7 @@ COMMANDS = {
 CHECKS: dict[str, tuple[str, ...]] = {
     "memory_viewer": ("benchmarks/gallery/memory_viewer.py", "benchmarks/gallery/viewed.py"),
     "remat_policies": ("benchmarks/gallery/remat_policies.py",),
+    "estimator": ("benchmarks/gallery/estimator.py",),
     "two_hosts": ("benchmarks/gallery/host.py", "benchmarks/gallery/two_hosts.py"),
     "check_wheel": ("pyproject.toml", "tools/check_wheel.py", "tools/wheel_use.py"),
     "gallery": ("benchmarks/gallery/outcome.py", "benchmarks/gallery/pasting.py"),

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gallery import memory_viewer, remat_policies, two_hosts
+from benchmarks.gallery import estimator, memory_viewer, remat_policies, two_hosts
 from benchmarks.gallery.pasting import CannotPasteError, paste, printed_lines
 from benchmarks.gallery.programs import LINES, PROGRAMS, SCRIPTS
-from benchmarks.gallery.result import file_of, hosts_table, read, table
+from benchmarks.gallery.result import estimator_table, file_of, hosts_table, read, table
 from benchmarks.sources import ROOT
 
 LEAST, LEAST_PACKAGED = 15, 10
@@ -149,6 +149,16 @@ def test_no_policy_of_maxtext_on_the_device_is_better_than_all_of_a_plan():
     on_device = {name: each for name, each in result["nearest"].items() if not name.endswith("_offloaded")}
     assert len(on_device) == 8
     assert max(max(each) for each in on_device.values()) <= remat_policies.SAME
+
+
+def test_a_plan_computes_no_more_than_the_policy_of_maxtexts_estimator():
+    result = json.loads(estimator.RESULT.read_text())
+    assert "\n".join(estimator_table(result)) in (ROOT / "docs" / "gallery.md").read_text()
+    theirs, ours = result["estimator"], result["plan"]
+    assert theirs["budget_bytes"] == ours["budget_bytes"]
+    assert theirs["fits"]
+    assert ours["fits"]
+    assert ours["flops"] <= theirs["flops"]
 
 
 PLAN = """

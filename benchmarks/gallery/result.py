@@ -82,3 +82,13 @@ def hosts_table(rows: list[dict[str, Any]]) -> list[str]:
         codes = " and ".join(str(code) for code in row["exit_codes"])
         lines.append(f"| `{row['scenario']}` | {codes} | {said[0]} | {said[1]} |")
     return lines
+
+
+def estimator_table(result: dict[str, Any]) -> list[str]:
+    """The lines of the table of MaxText's estimator in Markdown."""
+    lines = ["| | needs | FLOPs | compiles |", "| --- | --- | --- | --- |"]
+    for name, words in (("estimator", "MaxText's estimator"), ("plan", "`jaxmem plan`")):
+        each = result[name]
+        flops = each["flops"] / result["estimator"]["flops"]
+        lines.append(f"| {words} | {each['step_bytes'] / 2**30:.2f} GiB | {flops:.3f} | {each['compiles']} |")
+    return lines
