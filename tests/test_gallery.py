@@ -56,15 +56,11 @@ def viewed() -> list[dict[str, Any]]:
     return json.loads(memory_viewer.RESULT.read_text())["rows"]
 
 
-NOT_EXPLAINED = {"maxtext_pretrain"}  # as docs/gallery.md says: XProf shows another peak of its first compile
-
-
 def test_xprof_shows_the_same_ten_buffers():
     assert len(viewed()) >= 3
     for row in viewed():
         assert len(row["ten_largest"]) == 10
-        same = row["ten_largest"] == row["ten_largest_xprof"]
-        assert same == (row["program"] not in NOT_EXPLAINED), row["program"]
+        assert row["ten_largest"] == row["ten_largest_xprof"], row["program"]
         assert row["program_bytes"] == row["program_bytes_xprof"], row["program"]
 
 
