@@ -19,8 +19,8 @@ from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.readers.stores import EpathStore, opener
 from jaxmem_callbacks.records.presets import MonitorSettings
 from tests.processes import until
+from tests.test_monitor_processes import OF_TWO, finished, start
 from tests.test_monitor_processes import address as free_address
-from tests.test_monitor_processes import finished, start
 
 SETTINGS = MonitorSettings(window_s=0.05, scan_s=0.05)
 
@@ -205,11 +205,9 @@ def test_two_runs_that_begin_at_one_address_at_once_have_a_place_each():
     assert len(set(runs)) == 2
 
 
-TWO = """
-from dataclasses import replace
-rank = int(sys.argv[2])
-jax.distributed.initialize(sys.argv[3], num_processes=2, process_id=rank)
-held = jnp.zeros((rank, 2**18))  # the second holds a MiB, which is its limit
+TWO = (
+    OF_TWO
+    + """
 for run in range(2):
     with jm.MemoryMonitor(replace(settings, limit_bytes=2**20), logdir=sys.argv[1]) as monitor:
         x = jnp.zeros(8)
@@ -219,6 +217,7 @@ for run in range(2):
             time.sleep(0.03)
         monitor.flush()
 """
+)
 
 
 @pytest.mark.core

@@ -116,11 +116,16 @@ def test_json_lines_are_complete_to_the_last_full_line_after_a_kill(tmp_path: Pa
     assert page.Scalars("memory/live_arrays_mib"), "windows are flushed as they close"
 
 
-TWO = """
+# One of two processes; its number and the address of the first are arguments.
+OF_TWO = """
 from dataclasses import replace
 rank = int(sys.argv[2])
 jax.distributed.initialize(sys.argv[3], num_processes=2, process_id=rank)
 held = jnp.zeros((rank, 2**18))  # the second holds a MiB, which is its limit
+"""
+TWO = (
+    OF_TWO
+    + """
 with jm.MemoryMonitor(replace(settings, limit_bytes=2**20), logdir=sys.argv[1]) as monitor:
     x = jnp.zeros(8)
     for i in range(5):
@@ -130,6 +135,7 @@ with jm.MemoryMonitor(replace(settings, limit_bytes=2**20), logdir=sys.argv[1]) 
     sample = monitor.sample(5)
 print(rank, "memory/live_arrays_gib" in sample, [event.kind for event in monitor.events])
 """
+)
 
 
 def address() -> str:

@@ -100,3 +100,19 @@ def test_words_of_maxtext_keep_what_the_loss_names() -> None:
         PolicyError, match=r"remat='minimal' keeps MaxText's tensors query_proj, .* names none of these.*: none\."
     ):
         jax.grad(jm.remat(lambda w, x: (jnp.tanh(jnp.tanh(x @ w[0]) @ w[1]) ** 2).mean(), "minimal"))(WEIGHTS, INPUTS)
+
+
+@pytest.mark.parametrize("policy", [
+    jm.StepPolicy(remat="full", offload=("query_proj",)), jm.StepPolicy(remat="qkv_proj_offloaded"),
+], ids=["a name", "a word of MaxText's"])  # fmt: skip
+def test_one_loss_of_a_step_moves_its_names_to_the_host_and_another_has_none_that_could(policy: jm.StepPolicy) -> None:
+    def end(x: Any) -> Any:
+        return (jnp.tanh(jnp.tanh(x) @ WEIGHTS[0]) ** 2).mean()
+
+    def step(weights: Any, x: Any) -> Any:
+        return jm.grad(named)(weights, x), jm.grad(end)(x)
+
+    under = jm.apply_policy(step, policy)
+    assert host_bytes(jax.make_jaxpr(under)(WEIGHTS, INPUTS)) == 2 * len(WEIGHTS) * INPUTS.nbytes
+    with pytest.raises(PolicyError, match=r"'query_proj'|MaxText's tensors query_proj"):
+        jax.make_jaxpr(jm.apply_policy(lambda _, x: jm.grad(end)(x), policy))(WEIGHTS, INPUTS)

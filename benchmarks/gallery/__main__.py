@@ -5,7 +5,7 @@
 For each program of `programs.py`, in processes of their own: `jaxmem inspect` and `jaxmem plan` of the unedited program for an
 H100 and for eight of them; the printed lines pasted; a few steps trained without them, and with them under the monitor. Losses
 and final states are compared, and what the pasted program needs with what the plan promised. A row of the file is a program,
-written as soon as it is known, beside the rows that are there.
+written as soon as it is known; other rows stay.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ class Line(NamedTuple):
 
     Attributes:
         python: Minor version.
-        packages: What is installed beside this project.
+        packages: What is installed with this project.
         sources: Packages whose published sources carry examples, which an installed package has not.
     """
 
@@ -22,7 +22,7 @@ class Line(NamedTuple):
     sources: tuple[str, ...] = ()
 
 
-# The training packages beside each other, in the newest versions that agree on a JAX.
+# The training packages together, in the newest versions that agree on a JAX.
 _NEWEST = (
     *("jax>=0.12,<0.13", "maxtext", "google-tunix", "keras-hub", "kauldron", "brax", "dm-haiku", "equinox", "flowjax"),
     *("rejax", "tensorflow-cpu"),

@@ -73,7 +73,7 @@ def hosts_table(rows: list[dict[str, Any]]) -> list[str]:
     """
     pages = ("process 0", "process 1")
     lines = [
-        "| run | exit codes | the page of process 0 says | the page of process 1 says |",
+        "| run | exit codes | on the page of process 0 | on the page of process 1 |",
         "| --- | --- | --- | --- |",
     ]
     for row in rows:
