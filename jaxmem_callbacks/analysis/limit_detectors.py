@@ -18,8 +18,8 @@ from jaxmem_callbacks.records.units import format_bytes
 
 _SMALLER = advise("preset.load", names="'donate', 'full_remat'")
 NEED_LESS = (
-    f"Lower what the step needs: {advise('step.under', step='train_step', policy=_SMALLER)}; or free arrays that are held "
-    "beside the state; or take a smaller batch."
+    f"Lower what the step needs: {advise('step.under', step='train_step', policy=_SMALLER)}; or free arrays that "
+    "are held in addition to the state; or take a smaller batch."
 )
 
 
