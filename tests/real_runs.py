@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import resource
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,15 @@ def until_memory_ends(folder: Path) -> None:
             state, metrics = step(state, rows(256))
             monitor(number, metrics)
             monitor.flush()
+        held_too = jax.block_until_ready(jnp.ones(LIMIT, jnp.uint8))  # so that the failure has an event before it
+        end = time.monotonic() + 60
+        while not monitor.events and time.monotonic() < end:
+            number += 1
+            monitor(number)
+            time.sleep(0.05)
         resource.setrlimit(resource.RLIMIT_AS, (held + LEFT, resource.RLIM_INFINITY))
         step(state, rows(2**17))[1]["loss"].block_until_ready()
+        del held_too
 
 
 if __name__ == "__main__":

@@ -267,8 +267,9 @@ def test_a_map_is_taken_when_more_is_held_than_ever_before():
 def test_a_map_is_taken_after_an_event_of_too_little_memory():
     """What comes before it is too little more for a map by itself."""
     double = jm.CollectingWriter()
+    gc.collect()  # what earlier tests left, which would be freed while this one waits
     held = [jax.block_until_ready(jnp.ones((4096, 4096)))]
-    total = sum(each.nbytes for each in jax.live_arrays())  # those of other tests too
+    total = sum(each.nbytes for each in jax.live_arrays())  # those that other tests keep too
     limit = round(total / 0.93)
     settings = MonitorSettings(window_s=0.01, scan_s=0.01, heap_map_s=3600.0, limit_bytes=limit, on_error="raise")
     with jm.MemoryMonitor(settings, writer=double) as monitor:
