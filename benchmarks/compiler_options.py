@@ -20,8 +20,7 @@ import jaxmem_callbacks as jm
 from benchmarks.sharded_families import FAMILIES, family
 from benchmarks.sources import write_result
 from jaxmem_callbacks.planning.option_candidates import known_options
-from jaxmem_callbacks.planning.overlap import waiting_seconds
-from jaxmem_callbacks.planning.step_time import speed_of
+from jaxmem_callbacks.planning.step_time import speed_of, waiting_seconds
 from jaxmem_callbacks.programs.targets.step_on_target import lower_traced_for
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import CompileError, TargetError

@@ -44,7 +44,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
     "million_steps": ("analysis", "callbacks", "probes", "records", "writers"),
     "lowering": ("_compat", "transforms"),
     "oom_report": ("recovery",),
-    "compiler_options": ("_compat", "programs", "transforms", "jaxmem_callbacks/planning/overlap.py"),
+    "compiler_options": ("_compat", "programs", "transforms", "jaxmem_callbacks/planning/step_time.py"),
     "padding": ("programs",),
     "peers": ("recovery",),
     "plan_examples": (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxmem_callbacks.analysis.comparing import buffer_changes, changes_document
-from jaxmem_callbacks.cli import other_jax
+from jaxmem_callbacks.cli import compare
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.records.documents import as_text
 from jaxmem_callbacks.records.peaks import UNKNOWN, Buffer
@@ -126,9 +126,9 @@ def test_what_is_installed_beside_the_library_is_not_the_interpreters(script, tm
     """An installed library is beside a JAX, which is not the one that is asked for."""
     site = tmp_path / "site-packages"
     site.mkdir()
-    (site / other_jax._PACKAGE.name).symlink_to(other_jax._PACKAGE)
+    (site / compare._PACKAGE.name).symlink_to(compare._PACKAGE)
     (site / "jax.py").write_text("raise ImportError('the JAX beside the library')")
-    monkeypatch.setattr(other_jax, "_PACKAGE", site / other_jax._PACKAGE.name)
+    monkeypatch.setattr(compare, "_PACKAGE", site / compare._PACKAGE.name)
     code, _, err = compared(capsys, sys.executable, sys.executable, f"{script}:make")
     assert code == 0, err
 

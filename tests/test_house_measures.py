@@ -71,12 +71,12 @@ MEASURES = {
     # One is a trace for Perfetto. Four are of device memory profiles: their names, their format, its encoding, the command.
     # Six are of the memory page: a run over time, its reader while it goes on, the model, the page, the tab, and the peak without
     # a second compile. Five of chunks: maps of equations, their proof, their evaluation, the loops made
-    # of them, and what a plan tries. Four of compiler options: a record, their candidates, the overlap that they cost, and the
-    # limit for which XLA plans. Two compare the JAX of two interpreters: their answers, and the buffers of two peaks.
+    # of them, and what a plan tries. Three of compiler options: a record, their candidates, and the
+    # limit for which XLA plans. One compares the buffers of two peaks.
     # One is of a state on the host: what of it a compiled schedule has on the device.
-    # Two wrap the step of a loop without hooks: the wrapper, and whether JAX traces.
+    # One shows whether JAX traces, where the step of a loop without hooks is wrapped.
     # One moves cuts for a CPU, by what is alive along the whole loss.
-    "files": (lambda: len(sources()), 227),
+    "files": (lambda: len(sources()), 223),
     "small files": (small_files, 4),
     # The monitor alone has the copies of run folders and the profiles near OOM.
     "share of modules with one importer": (importers_of_one, 0.23),

@@ -14,11 +14,10 @@ from jaxmem_callbacks.config.presets import parse_preset
 from jaxmem_callbacks.planning.choice import with_options
 from jaxmem_callbacks.planning.compiles import Compiler, CompileResults, Entry
 from jaxmem_callbacks.planning.option_candidates import SLOP, note_limit, slop_for_budget
-from jaxmem_callbacks.planning.overlap import waiting_seconds
 from jaxmem_callbacks.planning.plan import make_plan
 from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget, PlanRequest, parse_search
-from jaxmem_callbacks.planning.step_time import Speed
+from jaxmem_callbacks.planning.step_time import Speed, waiting_seconds
 from jaxmem_callbacks.programs.reading.hlo import parse_module
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import PlanError

@@ -13,9 +13,8 @@ from typing import TypeAlias, final
 import jax
 
 from jaxmem_callbacks.planning.interrupts import interruption_here
-from jaxmem_callbacks.planning.overlap import waiting_seconds
 from jaxmem_callbacks.planning.problem import Problem, mesh_sizes
-from jaxmem_callbacks.planning.step_time import modelled_seconds
+from jaxmem_callbacks.planning.step_time import modelled_seconds, waiting_seconds
 from jaxmem_callbacks.programs.reading.buffer_assignment import program_memory
 from jaxmem_callbacks.programs.reading.buffers import Argument, Arguments, compiled_with_peak, past_the_cache
 from jaxmem_callbacks.programs.reading.hlo import Module, collectives_of, parse_module, recomputed_flops

@@ -28,8 +28,7 @@ from jaxmem_callbacks.recovery.failure import first_line
 from jaxmem_callbacks.recovery.ladder.agreement import Agreement
 from jaxmem_callbacks.recovery.ladder.checkpoints import CheckpointFolder
 from jaxmem_callbacks.recovery.ladder.fallback import FailedStep, Fallback, frontier_below
-from jaxmem_callbacks.recovery.ladder.notify import EventSink, Notifier
-from jaxmem_callbacks.recovery.ladder.runner import StepAttempt, StepBuilder, StepRunner
+from jaxmem_callbacks.recovery.ladder.runner import EventSink, Notifier, StepAttempt, StepBuilder, StepRunner
 from jaxmem_callbacks.recovery.snapshots import InputBuffer, Inputs, SnapshotStore
 from jaxmem_callbacks.transforms.policy import Gradients
 from jaxmem_callbacks.transforms.sharding.infer import require_shardings
