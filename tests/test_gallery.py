@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.gallery import estimator, memory_viewer, remat_policies, two_hosts
+from benchmarks.gallery.__main__ import Trial
+from benchmarks.gallery.environment import folder_of
 from benchmarks.gallery.pasting import CannotPasteError, paste, printed_lines
 from benchmarks.gallery.programs import LINES, PROGRAMS, SCRIPTS
 from benchmarks.gallery.result import estimator_table, file_of, hosts_table, read, table
@@ -29,6 +31,16 @@ def test_no_program_uses_the_library_itself():
         text = path.read_text()
         assert "import jaxmem_callbacks" not in text, path.name
         assert "jit_step" not in text, path.name
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_compilers_are_those_of_the_programs_own_jax(name, monkeypatch, tmp_path):
+    """`make` names those that tests use, of another JAX."""
+    monkeypatch.setattr("benchmarks.gallery.__main__.WORK", tmp_path)
+    monkeypatch.setenv("JAXMEM_TARGET_PATH", str(ROOT / ".venv" / "targets"))
+    program = PROGRAMS[name]._replace(examples="")
+    folder = folder_of(program.line)
+    assert Trial(name, program).variables()["JAXMEM_TARGET_PATH"] == str(folder / "targets")
 
 
 def test_the_page_has_the_table_of_the_result_file():

@@ -73,7 +73,7 @@ class Trial:
             "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": "cpu",
             "TF_CPP_MIN_LOG_LEVEL": "3",
-            "JAXMEM_TARGET_PATH": os.environ.get("JAXMEM_TARGET_PATH") or str(targets_folder(folder)),
+            "JAXMEM_TARGET_PATH": str(targets_folder(folder)),  # not what make has found: those belong to another JAX
         }
 
     def run(self, where: Path, *command: str, ends: tuple[int, ...] = (0,), **variables: str) -> int:
