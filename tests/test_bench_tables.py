@@ -200,10 +200,12 @@ def test_the_short_figures_of_other_pages_are_those_of_the_rows(rows):
     readme = (ROOT / "README.md").read_text("utf-8")
     near = sum(max(both) <= 1.05 for both in nearest_points(rows["h100_sxm"]).values())
     assert (
-        f"| policies by hand, of {count}, that a plan comes within 5 % of in bytes and FLOPs, on an H100 | {near} |"
+        f"| policies written by hand, of {count}, that a plan matches within 5 % in bytes and in FLOPs, on an H100 | {near} |"
         in readme
     )
-    assert f"| bytes over theirs at equal FLOPs, with one compile more (geometric mean) | {h100} |" in readme
+    assert (
+        f"| bytes of a plan over theirs, at equal FLOPs and with one compile more (geometric mean) | {h100} |" in readme
+    )
 
 
 def test_the_whole_table_is_that_of_the_rows():

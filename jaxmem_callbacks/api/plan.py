@@ -52,20 +52,21 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
     progress: Progress | bool | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """Which remat policy makes a step fit, at what cost, decided by the real compiler.
+    """Find the cheapest policy under which a train step fits into memory, by compiling it.
 
         plan = jm.plan(train_step, state, batch, target="h100_sxm", budget="72GiB")
         step = jm.jit_step(train_step, plan.policy)
 
     The step is traced and compiled under at most 8 policies, 16 where more than remat is searched, and never run; no device
-    memory is taken. (Of a loss that is to be accumulated over real rows a few are compared, as by ``jm.jit_step``.)
+    memory is taken. With ``search={"microbatches": ...}`` and real arrays, the gradient over a few rows is computed and
+    compared, as `jm.jit_step` does.
 
     Args:
         train_step: The user's own step, which takes its gradient by ``jm.value_and_grad``, ``jm.grad`` or
             ``jm.nnx.value_and_grad``; plain or jitted by the user.
         *args: Its arguments: arrays, `jax.ShapeDtypeStruct`, results of `jax.eval_shape`, NNX modules and optimizers,
             abstract ones too.
-        target: Hardware that need not be there, such as ``h100_sxm`` or ``v5e:2x2``; None for the attached devices.
+        target: Name of the hardware, attached or not, such as ``h100_sxm`` or ``v5e:2x2``; None for the attached devices.
         budget: Bytes as an int or ``"72GiB"``, or a share in (0, 1] of what is usable there. None: the whole frontier is
             compiled, and the choice is made against the target's own limit.
         mesh: For a target of several devices and arguments without shardings: its axes, as ``{"fsdp": 8}``; None for one axis
@@ -78,8 +79,8 @@ def plan(  # noqa: PLR0913 - what users ask of a plan, by name
             8, "at_most": 512}}``, of which any part may be left out and most may be True; docs/plan_search.md has the words. The
             batch is changed only by ``"batch"``.
         beside: Other programs that must fit too, as pairs of a function and its arguments:
-            ``[(eval_step, (state, batch))]``. Each is compiled once for every way to place the state, besides the compiles
-            that are counted above, and the largest program sets the need.
+            ``[(eval_step, (state, batch))]``. Each is compiled once for every way to place the state, in addition to the
+            compiles that are counted above, and the largest program sets the need.
         progress: Called with what is compiled, as ``progress(what, done, at_most)``. True shows it, as a bar on a terminal, a
             line under a notebook's cell, and lines on stderr elsewhere; None on terminals and in notebooks only, False never.
         **kwargs: The step's keyword arguments.
@@ -174,7 +175,7 @@ class Plan:
 
     @property
     def compiles(self) -> int:
-        """How many compiles of the step this took, those from the disk cache included; programs beside it are not counted."""
+        """How many compiles of the step this took, those from the disk cache included; those of ``beside=`` are not counted."""
         return self.record.compiles
 
     def figure(self) -> Figure:

@@ -112,8 +112,9 @@ _MAPPED = ("near_oom", "fragmentation", "growth")  # events at which the next ca
 class MemoryMonitor:
     """Watches the memory of a training run without disturbing it.
 
-    A call costs microseconds: it waits for no device, transfers nothing, compiles nothing and holds metric scalars for two
-    steps at most. A part that fails is named once on stderr and switched off.
+    Call it once for each step, ``monitor(step, metrics)``: the step's number, and its scalars by name or nothing. A call costs
+    microseconds: it waits for no device, transfers nothing, compiles nothing and holds metric scalars for two steps at most. A
+    part that fails is named once on stderr and switched off.
 
     Tags: ``memory/..._gib``, on the CPU ``..._mib`` (mean of a window; ``/min`` and ``/max`` where values differed),
     ``train/<metric>``, ``memory/events``, ``memory/known_here``, ``memory/checkpoint_saves``, ``memory/over_time``,
@@ -130,12 +131,12 @@ class MemoryMonitor:
         on_event: Called with each ``MemoryEvent`` of this process, on the monitor's thread, after the event was written. One that
             raises is reported once and switched off; one that hangs is left behind, as a writer is (docs/faults.md).
         plan: What `jm.plan` gave for the step, or the path of the JSON that a plan made elsewhere was saved to: the monitor
-            writes its figure and table once at the start, warns when it is stale, and shows predicted beside compiled bytes.
+            writes its figure and table once at the start, warns when it is stale, and shows predicted with compiled bytes.
         probes: Replaces the built-in ones; read on the monitor's thread every ``scan_s`` seconds, except an ``AllocatorProbe``,
             which is read at every ``every_steps``-th call.
 
     Raises:
-        TypeError: a preset, plan, writer, callable, probe or folder that is none.
+        TypeError: a preset, plan, writer, callable, probe or folder of another type.
         ValueError: settings out of range, a ``logdir`` that no installed package opens, or a path at which there is no plan.
 
     Example:
@@ -239,7 +240,7 @@ class MemoryMonitor:
     def wrap(self, train_step: _Step, step: Callable[..., Any] | None = None) -> _Step:
         """A train step that records each of its calls, for a training loop that has no hooks (docs/frameworks.md).
 
-        Put it in the place of the function that the loop calls. It returns and raises what that function does, and has its
+        Put it in place of the function that the loop calls. It returns and raises what that function does, and has its
         attributes, such as ``lower``. Inside a trace nothing is recorded: wrap what ``jax.jit`` returned, not what it takes.
 
         Args:
@@ -271,8 +272,8 @@ class MemoryMonitor:
             step: Its number.
 
         Returns:
-            Tag -> value, such as ``memory/live_arrays_gib``, in GiB on the CPU too; unknown figures are absent. Dear figures
-            are at most ``scan_s`` old.
+            Tag -> value, such as ``memory/live_arrays_gib``, in GiB on the CPU too; unknown figures are absent.
+            Figures that are costly to read are at most ``scan_s`` seconds old.
         """
         self(step)
         latest = self._faults.attempt("sampling", self._latest, default={})
@@ -290,7 +291,7 @@ class MemoryMonitor:
         return self._recorder.witnessed(self._logdir, step if step >= 0 else None)
 
     def tell(self, event: MemoryEvent) -> None:
-        """Take in an event that somebody else saw, such as a recovery; it is written at the next look, beside the monitor's own.
+        """Add an event from elsewhere, such as a recovery; it is written with the monitor's own at its next reading.
 
         Any thread.
         """
@@ -306,7 +307,7 @@ class MemoryMonitor:
         self._faults.raise_pending()
 
     def close(self) -> None:
-        """Write what is left and let go of files and thread; further calls do nothing."""
+        """Write what is left, close the files and end the thread; further calls do nothing."""
         self._finish()
         self._faults.raise_pending()
 

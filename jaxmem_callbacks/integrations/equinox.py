@@ -60,7 +60,7 @@ def value_and_grad(
 
     Returns:
         A function to ``(value, gradients)``, or ``((value, aux), gradients)``. The gradients are a tree like the first argument,
-        with None in the place of all that is no inexact array.
+        with None for each leaf that is no inexact array.
 
     Raises:
         LossRefusedError, PolicyError: when called under a policy that cannot be kept; see `jm.remat`.

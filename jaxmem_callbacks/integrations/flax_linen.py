@@ -50,7 +50,7 @@ def remat(apply: Callable[..., Any], pattern: Pattern | Mapping[Any, str], polic
         pattern: A regular expression that a module's whole path must match, such as ``encoder/block_0/attention``; or a
             module class; or a mapping from either to a policy, where the first match counts. The model itself, whose path
             is empty, is never meant.
-        policy: What each module keeps besides its inputs: ``full`` (nothing), ``dots_saveable``, ... or a synonym.
+        policy: What each module keeps in addition to its inputs: ``full`` (nothing), ``dots_saveable``, ... or a synonym.
 
     Returns:
         A function with the same arguments and results.

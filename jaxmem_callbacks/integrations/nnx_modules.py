@@ -80,7 +80,7 @@ def remat(model: nnx.Module, pattern: Pattern | Mapping[Any, str], policy: str =
         model: Any NNX module, abstract ones included.
         pattern: A regular expression that a module's whole path must match, such as ``blocks/0/attention``; or a module
             class; or a mapping from either to a policy, where the first match counts. The model itself is never meant.
-        policy: What each module keeps besides its inputs: ``full`` (nothing), ``dots_saveable``, ... or a synonym.
+        policy: What each module keeps in addition to its inputs: ``full`` (nothing), ``dots_saveable``, ... or a synonym.
 
     Returns:
         The function that undoes it, also a context manager.

@@ -205,32 +205,32 @@ class StepMemory:
 
     @property
     def step_bytes(self) -> int:
-        """What the step needs: its buffer assignment, else the larger of its parts added up and the runtime's own total."""
+        """Bytes that the step needs: its buffer assignment, else the larger of its parts added up and the runtime's own total."""
         return self.program.step_bytes
 
     @property
     def argument_bytes(self) -> int:
-        """Arguments that the program keeps."""
+        """Bytes of the arguments that the program keeps."""
         return self.program.argument_bytes
 
     @property
     def output_bytes(self) -> int:
-        """Results, those that reuse arguments included."""
+        """Bytes of the results, those that reuse arguments included."""
         return self.program.output_bytes
 
     @property
     def alias_bytes(self) -> int:
-        """Results that reuse a donated argument's memory."""
+        """Bytes of the results that reuse a donated argument's memory."""
         return self.program.alias_bytes
 
     @property
     def temp_bytes(self) -> int:
-        """Temporaries: activations, residuals, workspace."""
+        """Bytes of temporaries: activations, residuals, workspace."""
         return self.program.temp_bytes
 
     @property
     def constant_bytes(self) -> int:
-        """Arrays that are part of the program, such as data that the step closes over."""
+        """Bytes of arrays that are part of the program, such as data that the step closes over."""
         return self.program.constant_bytes or 0
 
     @property
@@ -294,7 +294,7 @@ class StepMemory:
 
 @unguarded()
 def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None, **kwargs: Any) -> StepMemory:
-    """What one step needs, before it runs.
+    """The memory that one step needs, by the compiler; the step does not run.
 
         print(jm.step_memory(step, state, batch))
 
@@ -302,8 +302,11 @@ def step_memory(step: Callable[..., Any], *args: Any, target: str | None = None,
         step: What `jm.jit_step` returned, a jitted function (used as it is), or a plain one (then as `jm.jit_step` would
             make it, its updated arguments donated).
         *args: The step's arguments: arrays, `jax.ShapeDtypeStruct`, what `jax.eval_shape` gives, NNX objects, abstract too.
-        target: Hardware that need not be there, such as ``h100_sxm`` or ``v5e:2x2``; None for the attached devices.
+        target: Name of the hardware, attached or not, such as ``h100_sxm`` or ``v5e:2x2``; None for the attached devices.
         **kwargs: The step's keyword arguments.
+
+    Returns:
+        Bytes on one device, argument by argument; ``print`` it for a table.
 
     Raises:
         TypeError: a step that is no function, or arguments that it does not take.

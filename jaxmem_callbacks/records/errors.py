@@ -48,7 +48,7 @@ def printable(text: str) -> str:
 
 
 class JaxmemError(Exception):
-    """Base of the library's own errors. What a message quotes of a file moves no console that shows it."""
+    """Base of the library's own errors. Control characters in text that a message quotes are escaped."""
 
     def __str__(self) -> str:
         return printable(super().__str__())

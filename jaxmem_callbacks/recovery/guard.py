@@ -31,20 +31,21 @@ def oom_guard(
     plan_seconds: float = 60.0,
     keep: int = 10,
 ) -> OomGuard:
-    """Explains an out-of-memory failure, at compile or run time, and lets it go on unchanged.
+    """Explains an out-of-memory failure, at compile or run time, and raises the same exception again.
 
         with jm.oom_guard():
             for batch in batches:
                 state, metrics = step(state, batch)
 
     Also a decorator: ``@jm.oom_guard(plan_seconds=0)``. Every failure becomes one new folder with ``report.md``,
-    ``report.html`` and ``facts.json``; one line on stderr names it. Other exceptions pass untouched. No environment
-    variable, argument or text that looks like a secret is written.
+    ``report.html`` and ``facts.json``; lines on stderr name its cause, the best remedy and the folder. Other exceptions pass
+    untouched. No environment variable, argument or text that looks like a secret is written.
 
     Args:
         monitor: A `jm.MemoryMonitor` whose last readings and events are reported. A monitor's own ``with`` is a guard already.
-        outdir: Where the folder is made. None: beside the monitor's ``logdir``, as ``<logdir>-oom``, else ``./oom``.
-        plan_seconds: How long the failed step may be compiled under other policies, to predict what they save; 0 for not at all.
+        outdir: Where the folder is made. None: next to the monitor's ``logdir``, as ``<logdir>-oom``, else ``./oom``.
+        plan_seconds: For how many seconds the failed step may be compiled under other policies, to predict what they save; 0
+            for not at all.
         keep: How many reports of this process stay in ``outdir``; the oldest go, and nothing else.
 
     Returns:

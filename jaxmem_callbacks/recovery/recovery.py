@@ -39,14 +39,14 @@ _serial = itertools.count()
 
 @final
 class Recovery:
-    """A train step that goes on where memory runs out: in less memory, from a copy of the state, with the same mathematics.
+    """A train step that continues when memory runs out: from a copy of the state, in less memory, with the same mathematics.
 
         recovery = jm.Recovery(train_step, "recover", batch_at=batch_at)
         for i in range(steps):
             state, metrics = recovery.step(i, state)
 
     It takes the place of `jm.jit_step`. Every call waits for its step's result, since only then a failure belongs to a step.
-    Each step's metrics come back once: steps that are repeated after a failure give theirs to nobody.
+    Each step's metrics come back once: those of steps that are repeated after a failure are dropped.
 
     Args:
         train_step: ``train_step(state, batch, ...) -> (state, metrics)``, plain or jitted by the user. All that changes from
@@ -204,7 +204,7 @@ class Recovery:
         return where
 
     def restore(self, state: Any, step: int | None = None) -> tuple[int, Any]:
-        """The checkpoint that was saved last, or that of a step, in the place of a state that was just made.
+        """The checkpoint that was saved last, or that of a step, in place of a state that was just made.
 
         Policy, plan, mesh, devices and versions are compared with those of the checkpoint. The first step after it is watched:
         it must reuse the state's memory as the program was compiled to.

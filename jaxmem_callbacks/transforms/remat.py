@@ -79,7 +79,7 @@ def remat(  # noqa: PLR0913 - the fields of a policy, by name
 
     Args:
         loss: Any traceable function. Arrays among its arguments are traced; every other leaf and keyword is static.
-        policy: What each segment keeps besides its inputs: ``none`` (the loss untouched), ``full`` (nothing),
+        policy: What each segment keeps in addition to its inputs: ``none`` (the loss untouched), ``full`` (nothing),
             ``dots_saveable``, ... or a synonym.
         segments: How many segments; ``blocks`` for one around each block that repeats, such as a layer, and nothing around the
             rest; or None to choose by live bytes.

@@ -22,9 +22,9 @@ _HEAD = ("time_s", "step", "tag", "value")
 
 @final
 class CsvWriter(Writer):
-    """Appends a row a figure and window to a CSV file: ``time_s``, ``step``, ``tag``, ``value``.
+    """Appends one row for each metric and window to a CSV file: ``time_s``, ``step``, ``tag``, ``value``.
 
-    Seconds are since the epoch; the tag ends with the unit (docs/figures.md). Rows of several runs stand below each other.
+    Seconds are since the epoch; the tag ends with the unit (docs/figures.md). Rows of a later run are appended.
 
     Args:
         path: The file, in a folder that is there; made at the first window.

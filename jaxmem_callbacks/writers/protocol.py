@@ -122,7 +122,7 @@ class CollectingWriter(Writer):
         self.records.append(record)
 
     def close(self) -> None:
-        """Remember that the monitor let go."""
+        """Record that the monitor closed the writer."""
         self.closed = True
 
     def of(self, kind: type[_Kind]) -> list[_Kind]:

@@ -104,7 +104,8 @@ def jit_step(
             none, every argument that the step returns updated (`programs.steps.donation` has the rule). ``()``: none.
         state_shardings: One `NamedSharding` per array of the state (or one for all): the state must be so, and stays so,
             and is never moved silently. A policy with a sharding pins every argument that is returned
-            updated, on the mesh of ``state_shardings`` or else of `jax.set_mesh`; for one argument this word wins.
+            updated, on the mesh of ``state_shardings`` or else of `jax.set_mesh`; ``state_shardings`` wins for the argument that
+            it describes.
         gradients: ``own``: the policy acts on gradients by ``jm.value_and_grad``, ``jm.grad`` and ``jm.nnx.value_and_grad``.
             ``all``: on those by `jax.value_and_grad`, `jax.grad` and Flax NNX's and Equinox's functions too, in your code and
             in any package, while this step is traced; nothing changes for other steps and threads. A step under a policy
