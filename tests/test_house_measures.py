@@ -75,8 +75,8 @@ MEASURES = {
     # limit for which XLA plans. One compares the buffers of two peaks.
     # One is of a state on the host: what of it a compiled schedule has on the device.
     # One shows whether JAX traces, where the step of a loop without hooks is wrapped.
-    # One moves cuts for a CPU, by what is alive along the whole loss.
-    "files": (lambda: len(sources()), 223),
+    # One moves cuts for a CPU, by what is alive along the whole loss. One is of segments, apart from where they are cut.
+    "files": (lambda: len(sources()), 224),
     "small files": (small_files, 4),
     # The monitor alone has the copies of run folders and the profiles near OOM.
     "share of modules with one importer": (importers_of_one, 0.23),

@@ -14,8 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.costs import equation_flops, jaxpr_flops
-from jaxmem_callbacks.transforms.cuts import Segment
 from jaxmem_callbacks.transforms.loss_profile import CheapValues
+from jaxmem_callbacks.transforms.segments import Segment
 from jaxmem_callbacks.transforms.tracing import flatten, open_jaxpr
 from tests.comparisons import CHECKPOINTS, assert_close, checkpoints, stored_bytes
 

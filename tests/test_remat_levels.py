@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.transforms.costs import jaxpr_flops
-from jaxmem_callbacks.transforms.cuts import sizes
+from jaxmem_callbacks.transforms.segments import sizes
 from jaxmem_callbacks.transforms.tracing import open_jaxpr, subjaxprs
 from tests.comparisons import assert_close, checkpoints, stored_bytes
 from tests.target_step import keeps_remat, needs_compiler

@@ -25,9 +25,9 @@ from jaxmem_callbacks.records.policies import (
     canonical_remat,
 )
 from jaxmem_callbacks.transforms.costs import is_complex, view_roots
-from jaxmem_callbacks.transforms.cuts import Choice, Loop, Segment, offloads_by_kind, results_by_segment, sizes
 from jaxmem_callbacks.transforms.loss_profile import CheapValues, LossProfile
 from jaxmem_callbacks.transforms.save_frontier import named
+from jaxmem_callbacks.transforms.segments import Choice, Loop, Segment, offloads_by_kind, results_by_segment, sizes
 from jaxmem_callbacks.transforms.tracing import (
     CHECKPOINTS,
     Equations,
