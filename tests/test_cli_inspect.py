@@ -327,3 +327,41 @@ def test_an_interrupt_sent_to_a_thread_leaves_threads_that_can_be_traced(is_earl
     assert not worker.is_alive()
     assert set(raised) <= {KeyboardInterrupt}, "nothing else comes out of it"
     assert lines_of_a_traced_thread()
+
+
+TRAINS_NOTHING = {
+    # Under jax.jit what changes in a module is lost, of which Flax gives no warning.
+    "a module": (
+        "from flax import nnx\nimport optax\nmodel = nnx.Linear(4, 4, rngs=nnx.Rngs(0))\n"
+        "optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)\n"
+        "@jax.jit\ndef update(model, optimizer, x):\n"
+        "    optimizer.update(model, {gradient}(lambda m: jnp.sum(m(x)))(model))\n"
+        "update(model, optimizer, jnp.ones((2, 4)))\n"
+    ),
+    "a dictionary": (
+        "@jax.jit\ndef update(params, x):\n"
+        "    params['w'] -= {gradient}(lambda p: jnp.sum(x @ p['w']))(params)['w']\n"
+        "update(dict(w=jnp.ones((4, 4))), jnp.ones((2, 4)))\n"
+    ),
+    "a value alone": (
+        "@jax.jit\ndef update(w, x):\n    value = jnp.sum(x @ w)\n    w -= {gradient}(lambda w: jnp.sum(x @ w))(w)\n"
+        "    return value\nupdate(jnp.ones((4, 4)), jnp.ones((2, 4)))\n"
+    ),
+}
+STEP_AFTER = (
+    "@jax.jit\ndef train(w, x):\n    return w - jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w)\n"
+    "train(jnp.ones((4, 4)), jnp.ones((2, 4)))\n"
+)
+
+
+@pytest.mark.parametrize("kind", TRAINS_NOTHING)
+def test_a_step_whose_gradient_reaches_no_result_is_named(kind, tmp_path, capsys):
+    head = "import jax, jax.numpy as jnp\n"
+    gradient = "nnx.grad" if kind == "a module" else "jax.grad"
+    text = head + TRAINS_NOTHING[kind].replace("{gradient}", gradient)
+    assert main(["inspect", write(tmp_path, text)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jaxmem: update takes a gradient, and none of its results depends on it.")
+    assert "trained nothing: update takes a gradient, none of its results depends on it" in error
+    assert main(["inspect", write(tmp_path, text + STEP_AFTER)]) == 0
+    assert "What one step of train needs" in capsys.readouterr().out

@@ -142,12 +142,12 @@ class GradPatches:
             f"eqx.filter_jit{at}"
         )
 
-    def warn(self, why: str) -> None:
+    def warn(self, why: str, what_to_do: str = "jit the whole step") -> None:
         """Warn once, and at once, of what would else be known at the script's end, which may be days away."""
         if not self.has_warned:
             self.has_warned = True
             put(
-                f"jaxmem: {why}. The script goes on, to its end if need be; stop it with Ctrl-C, and jit the whole step.\n",
+                f"jaxmem: {why}. The script goes on, to its end if need be; stop it with Ctrl-C, and {what_to_do}.\n",
                 sys.stderr,
             )
 

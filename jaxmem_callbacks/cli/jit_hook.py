@@ -302,6 +302,11 @@ class Watched:
                 return False
             finally:
                 self._learn(here)
+        if here.takes_gradient and not self._is_step and is_of_user(self._function):
+            self._watching.seen.without_effect[self._name] = None
+            self._watching.gradients.warn(
+                f"{self._name} takes a gradient, and none of its results depends on it", "return what it updates"
+            )
         return True
 
     def _takes_gradient(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -536,7 +536,7 @@ def _run(path: pathlib.Path, module: types.ModuleType, first: _FirstStep) -> int
         words = f"with exit code {ended.code}" if isinstance(ended.code, int) else f"with the words {ended.code!s}"
         msg = f"{path} ended by itself {words}, before its first step."
         raise ScriptFailedError(msg, wants_arguments=True) from ended
-    raise ScriptError(_no_step(path, first.named, list(first.others | first.seen.jitted), first.seen.outside))
+    raise ScriptError(_no_step(path, first.named, list(first.others | first.seen.jitted), first.seen))
 
 
 def _wait_for_threads() -> None:
@@ -547,7 +547,7 @@ def _wait_for_threads() -> None:
             thread.join()
 
 
-def _no_step(path: pathlib.Path, named: str | None, called: Sequence[str], outside: str) -> str:
+def _no_step(path: pathlib.Path, named: str | None, called: Sequence[str], seen: TraceLog) -> str:
     """What a script did instead of calling a step, and what to type."""
     others = f" Jitted functions that it called: {', '.join(called)}." if called else ""
     if named is not None:
@@ -560,9 +560,15 @@ def _no_step(path: pathlib.Path, named: str | None, called: Sequence[str], outsi
             f"that returns it with its arguments, arrays or jax.ShapeDtypeStruct, and type {path}:make in place of {path}:\n"
             f"    {advise('script.maker', step=written[0].name)}"
         )
-    if outside:
+    if seen.without_effect:
         return (
-            f"{path} ran to its end and took its gradient outside of jit, at {outside}.{others} Put the gradient and the update "
+            f"{path} ran to its end and trained nothing: {' and '.join(seen.without_effect)} takes a gradient, none of its results "
+            "depends on it, and JAX leaves out what no result needs. Return the parameters and the optimizer's state that it "
+            "updates. What it changes in a Flax NNX module stays changed under @nnx.jit; under @jax.jit return the module too."
+        )
+    if seen.outside:
+        return (
+            f"{path} ran to its end and took its gradient outside of jit, at {seen.outside}.{others} Put the gradient and the update "
             f"of the parameters into one function, and jit that{f'; or name one of these: {_NAMED}' if called else ''}."
         )
     if is_unedited(path):

@@ -72,6 +72,7 @@ class TraceLog:
     Attributes:
         edits: The gradient functions that its step called, in their order.
         jitted: Names of the jitted functions that it called, in their order.
+        without_effect: Of those, names that take a gradient on which none of their results depends.
         passed: Of those that take a gradient, names that are not the one that was asked for.
         step: How its step is written where it is made; empty where it has no name there, None where nobody looked.
         trainer: What the script calls where a package jits the step, such as ``model.fit``; else empty.
@@ -82,6 +83,7 @@ class TraceLog:
 
     edits: dict[Edit, None] = field(default_factory=dict[Edit, None])
     jitted: dict[str, None] = field(default_factory=dict[str, None])
+    without_effect: dict[str, None] = field(default_factory=dict[str, None])
     passed: set[str] = field(default_factory=set[str])
     step: str | None = None
     trainer: str = ""
