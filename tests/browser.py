@@ -79,9 +79,9 @@ class Browser:
         self._call("POST", "/url", {"url": url})
 
     def resize(self, width: int, height: int) -> None:
-        """Give the page this size in pixels; the window is larger by its frame."""
-        frame = self.run("return [window.outerWidth - window.innerWidth, window.outerHeight - window.innerHeight]")
-        self._call("POST", "/window/rect", {"width": width + frame[0], "height": height + frame[1]})
+        """Give the page this size in pixels; Chromium's own window is never less than 500 wide, and a telephone is."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._call("POST", "/goog/cdp/execute", {"cmd": "Emulation.setDeviceMetricsOverride", "params": size})
 
     def see_as(self, *, media: str = "", scheme: str = "light") -> None:
         """Show pages as on ``print``, or to somebody who asked for a ``dark`` scheme; from now on."""

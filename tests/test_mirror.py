@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
+import shlex
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from werkzeug.test import Client
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.callbacks import monitor as monitors
 from jaxmem_callbacks.callbacks.mirror import Mirror
 from jaxmem_callbacks.cli.main import main
+from jaxmem_callbacks.integrations.tensorboard import MemoryPlugin
 from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.readers.stores import EpathStore, opener
 from jaxmem_callbacks.records.presets import MonitorSettings
+from tests.pasting import pasted
 from tests.processes import until
 from tests.test_monitor_processes import OF_TWO, finished, start
 from tests.test_monitor_processes import address as free_address
@@ -281,6 +286,27 @@ def test_report_compare_and_watch_read_an_address(tmp_path, monkeypatch, capsys)
     first, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("memory://bucket/a/rerun-1/.: step 2, ended; ")
     assert list(tmp_path.iterdir()) == [tmp_path / "report.html"]
+
+
+@pytest.mark.parametrize(
+    ("place", "context"),
+    [
+        ("memory://bucket/a", {"logdir": "memory://bucket"}),
+        ("memory://bucket/a b", {"logdir": "memory://bucket/a b"}),
+        ("memory://c/a", {"logdir": "", "flags": SimpleNamespace(logdir_spec="here:/none,there:memory://c/a")}),
+    ],
+    ids=str,
+)
+def test_the_tab_names_the_command_that_reads_an_address(place, context, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(place)
+    plugin = MemoryPlugin(SimpleNamespace(**context))  # pyright: ignore[reportArgumentType]
+    (note,) = Client(plugin.get_plugin_apps()["/runs"]).get("/").json["notes"]
+    _, line, _ = note.split("`")
+    command, *typed = shlex.split(pasted("command.typed", f"    {line}"))
+    assert command == "jaxmem"
+    assert main(typed) == 0
+    assert "What makes the peak" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize("command", ["report", "watch"])

@@ -25,7 +25,7 @@ from jaxmem_callbacks.programs.reading.buffers import (
 from jaxmem_callbacks.programs.reading.hlo import element_count, padded_bytes, parse_module, unpadded_bytes, user_source
 from jaxmem_callbacks.programs.targets import worker_main
 from jaxmem_callbacks.records.documents import aligned
-from jaxmem_callbacks.records.peaks import GROUPS, REFUSED, Buffer, peak_of, with_total
+from jaxmem_callbacks.records.peaks import GROUPS, REFUSED, Buffer, peak_model, peak_of, with_total
 from jaxmem_callbacks.transforms.arg_roles import kind_of_path
 from tests.sample_plans import sentences
 
@@ -305,6 +305,13 @@ def test_the_words_name_what_matters_and_the_table_names_all() -> None:
     rows = aligned(buffer_table([held[1], buffer(1, "unknown", source="a.py:4")]))
     assert rows[1].split()[:4] == ["196", "B", "100", "B"]
     assert "unknown" in rows[2]
+
+
+def test_the_page_names_the_file_of_the_peak_and_not_its_folder() -> None:
+    for source, shown in (("/home/me/train.py:3", "train.py:3"), ("a.py:3", "a.py:3"), ("lib/flax/nn.py:3", "nn.py:3")):
+        peak = peak_of([buffer(10, "parameters")], moment=f"jit(step)/jvp()/dot ({source})")
+        assert peak_model(peak)["moment"] == f"jit(step)/jvp()/dot ({shown})"
+    assert peak_model(peak_of([]))["moment"] is None
 
 
 def test_what_buffers_do_not_explain_is_unknown_and_says_why() -> None:

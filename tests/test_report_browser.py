@@ -186,6 +186,64 @@ def test_it_fits_a_narrow_window_and_paper(browser: Browser, page: Path):
         (Path(folder) / "report.pdf").write_bytes(printed)
 
 
+_CROSSED = """
+const box = document.querySelector('.room'), marks = [...box.querySelectorAll('.mark')].map(one => one.getBoundingClientRect().x);
+const names = [...box.querySelectorAll('i')].filter(one => one.textContent).map(one => {
+  const range = document.createRange();
+  range.selectNodeContents(one);
+  const text = range.getBoundingClientRect(), part = one.getBoundingClientRect();
+  return [one.textContent, text.right > part.right || marks.some(mark => text.left < mark + 2 && mark < text.right)];
+});
+const below = [...document.querySelectorAll('.glance .keys li')].map(one => one.textContent);
+return [names.filter(([, crossed]) => crossed).map(([text]) => text), [...names.map(([text]) => text), ...below]];
+"""
+
+
+@pytest.mark.parametrize("scale", [1.0, 1.6, 12.0])
+def test_no_mark_crosses_a_name_of_the_bar_at_any_width(browser: Browser, tmp_path: Path, scale: float):
+    """The program's parts are named on the bar where there is room, and below it where there is none."""
+    folder = write_rich_run(tmp_path, scale=scale)
+    assert main(["report", str(folder)]) == 0
+    try:
+        for width in (1400, 800, 390):
+            browser.resize(width, 900)
+            opened(browser, folder / "report.html")
+            assert browser.wait_for(lambda: count(browser, ".room i") > 3)
+            crossed, named = browser.run(_CROSSED)
+            assert crossed == []
+            for group in ("parameters", "optimizer state", "gradients", "saved activations", "temporaries"):
+                assert sum(text.startswith(group) for text in named) == 1
+    finally:
+        browser.resize(1480, 960)
+
+
+def test_what_the_legend_of_time_may_name_looks_unlike(browser: Browser, page: Path):
+    """A compile and what a program needs had one colour."""
+    opened(browser, page)
+    styles = (
+        "in-use",
+        "reserved",
+        "peak",
+        "free",
+        "live",
+        "driver",
+        "host",
+        "limit",
+        "need",
+        "planned",
+        "save",
+        "compile",
+    )
+    looks = browser.run(
+        "const keys = document.querySelector('#time .keys');"
+        "return arguments[0].map(style => { const one = keys.appendChild(document.createElement('i'));"
+        " one.className = `swatch ${style}`; const found = getComputedStyle(one);"
+        " return [found.backgroundColor, found.clipPath].join(); });",
+        styles,
+    )
+    assert len(set(looks)) == len(styles), dict(zip(styles, looks, strict=True))
+
+
 def test_runs_stand_side_by_side(browser: Browser, tmp_path: Path):
     write_rich_run(tmp_path / "a", run="first")
     write_rich_run(tmp_path / "b", run="second", scale=0.8, events=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shlex
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from werkzeug.wrappers import Request, Response
 
 import jaxmem_callbacks
 from jaxmem_callbacks.readers.following import FollowedFolder, LogFolder, log_folders
+from jaxmem_callbacks.records.advice import advise
 from jaxmem_callbacks.records.page import tab_module
 from jaxmem_callbacks.records.terminal import shown
 from jaxmem_callbacks.writers.report import story_model
@@ -133,10 +135,11 @@ def _roots_of(context: base_plugin.TBContext) -> tuple[dict[str, Path], list[str
         if "\0" in place:
             continue
         if "://" in place:
+            command = advise("command.typed", typed=f"report {shlex.quote(place)}")
             notes.append(
                 shown(
-                    f"{place} is no local folder, and the Memory tab reads local folders only. Copy the run's memory.jsonl "
-                    "here, or look at its pictures and scalars."
+                    f"{place} is no local folder, and the Memory tab reads local folders only. In a terminal `{command}` writes "
+                    "this page of its runs. TensorBoard's other pages have their pictures and scalars."
                 )
             )
         else:

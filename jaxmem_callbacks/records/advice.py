@@ -678,7 +678,10 @@ _TYPED = (
         trigger="a command shows more",
         text="jaxmem {typed}",
         proof=Proof.TRAINED,
-        tests=("tests/test_advice_typed.py::test_a_command_is_typed_as_printed",),
+        tests=(
+            "tests/test_advice_typed.py::test_a_command_is_typed_as_printed",
+            "tests/test_mirror.py::test_the_tab_names_the_command_that_reads_an_address",
+        ),
     ),
     Advice(
         key="environment.apply",

@@ -89,6 +89,24 @@ export function sized(node, draw) {
   return node;
 }
 
+// How wide a text is in the page's font, in pixels.
+const pen = document.createElement("canvas").getContext("2d");
+let family = null;
+
+export function wide(text, weight = 400, size = 12) {
+  family ??= getComputedStyle(document.body).fontFamily;
+  pen.font = `${weight} ${size}px ${family}`;
+  return pen.measureText(text).width;
+}
+
+// As much of a text as there is room for, in pixels; nothing where that would be no more than two letters.
+export function fit(text, room, weight = 400) {
+  if (wide(text, weight) <= room) return text;
+  let most = text.length - 1;
+  while (most > 2 && wide(`${text.slice(0, most)}\u2026`, weight) > room) most -= 1;
+  return most > 2 ? `${text.slice(0, most)}\u2026` : "";
+}
+
 // One box of words beside the pointer, for the whole page.
 let box = null;
 

@@ -18,7 +18,7 @@ export function theHeap(run) {
     el("li", {}, swatch("hole"), "hole"));
   const last = heaps[heaps.length - 1];
   return el("div", {}, el("p", { class: "soft" }, `Live arrays of ${fullest.device} by address, a row for each map that was kept. Most was held after step `,
-    `${whole(fullest.step)}: ${bytes(fullest.held_bytes)}. At the end ${bytes(last.held_bytes)} were held, and the largest hole was ${bytes(last.largest_hole_bytes)}.`,
+    `${whole(fullest.step)}: ${bytes(fullest.held_bytes)}. At the end ${bytes(last.held_bytes)} were held, ${last.largest_hole_bytes ? `and the largest hole was ${bytes(last.largest_hole_bytes)}` : "without a hole between them"}.`,
     fullest.left_out_bytes ? ` Arrays of ${bytes(fullest.left_out_bytes)} were still being computed, and have no address yet.` : ""), host, keys);
 }
 

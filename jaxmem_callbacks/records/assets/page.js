@@ -1,6 +1,6 @@
 // The page: which runs are shown, and the sections of each, side by side.
 
-import { blocks, bytes, clock, el, percent, switches, table, whole } from "./draw.js";
+import { blocks, bytes, clock, el, percent, sized, swatch, switches, table, whole, wide } from "./draw.js";
 import { overTime } from "./time.js";
 import { colour, whatMakesThePeak } from "./peak.js";
 import { withinAStep } from "./step.js";
@@ -143,29 +143,37 @@ function room(glance, program) {
   const { limit_bytes: limit, high } = glance;
   if (!limit) return null;
   const need = program ? program.bytes : 0;
-  const whole = Math.max(limit, need, high ? high.bytes : 0);
+  const most = Math.max(limit, need, high ? high.bytes : 0);
+  const marks = [...(high && program ? [[high.bytes, `highest use ${bytes(high.bytes)}`, "use"]] : []), [limit, `limit ${bytes(limit)}`, "limit"]];
+  const groups = program && program.peak ? program.peak.groups.map(group => [group.bytes * need / program.peak.bytes, colour(group.name), group.name, bytes(group.bytes)])
+    : high ? [[high.bytes, "s0", "highest use", bytes(high.bytes)]] : [];
   const bar = el("div", { class: "room", role: "img", "aria-label": `Of ${bytes(limit)}${program ? ` ${program.name} needs ${bytes(need)}` : ""}${high ? `, the highest use was ${bytes(high.bytes)}` : ""}` });
-  const part = (size, style, title) => {
-    const share = 100 * size / whole;
-    const node = el("i", { class: style, title }, share > 11 ? title : null);
-    node.style.width = `${share}%`;
-    return node;
-  };
-  const strip = el("div", { class: "strip-of-parts" });
-  if (program && program.peak) {
-    const scale = need / program.peak.bytes;
-    program.peak.groups.forEach(group => strip.append(part(group.bytes * scale, colour(group.name), `${group.name} ${bytes(group.bytes)}`)));
-  } else if (high) strip.append(part(high.bytes, "s0", `highest use ${bytes(high.bytes)}`));
-  bar.append(strip);
-  const mark = (size, words, style) => {
-    const share = 100 * size / whole;
-    const node = el("span", { class: `mark ${style}${share > 50 ? " left" : ""}` }, el("em", {}, words));
-    node.style.left = `${Math.min(share, 100)}%`;
-    return node;
-  };
-  if (high && program) bar.append(mark(high.bytes, `highest use ${bytes(high.bytes)}`, "use"));
-  bar.append(mark(limit, `limit ${bytes(limit)}`, "limit"));
-  return bar;
+  const keys = el("ul", { class: "keys" });
+  const strip = sized(bar, width => {
+    const x = size => Math.min(size / most, 1) * width;
+    const unnamed = [];
+    let begin = 0;
+    const parts = groups.map(([size, style, name, words]) => {
+      const [from, to] = [x(begin), x(begin += size)];
+      // The name is where no mark crosses it, or else below the bar.
+      const edges = [from, ...marks.map(([at]) => x(at)).filter(at => at > from && at < to).sort((a, b) => a - b), to];
+      const spaces = edges.slice(1).map((edge, at) => [edges[at], edge - edges[at]]);
+      const [left, space] = spaces.reduce((best, one) => one[1] > best[1] ? one : best);
+      const text = `${name} ${words}`, fits = wide(text) + 15 <= space;
+      if (!fits && to - from > 2) unnamed.push(el("li", {}, swatch(style), text));
+      const node = el("i", { class: style, title: text }, fits ? text : null);
+      node.style.width = `${to - from}px`;
+      if (fits) node.style.paddingLeft = `${left - from + 7}px`;
+      return node;
+    });
+    bar.replaceChildren(el("div", { class: "strip-of-parts" }, parts), ...marks.map(([size, words, style]) => {
+      const node = el("span", { class: `mark ${style}${x(size) > width / 2 ? " left" : ""}` }, el("em", {}, words));
+      node.style.left = `${x(size)}px`;
+      return node;
+    }));
+    keys.replaceChildren(...unnamed);
+  });
+  return el("div", {}, strip, keys);
 }
 
 // Events

@@ -1,6 +1,6 @@
 // What makes the peak: a treemap of groups down to buffers, the largest of them in a table, and two programs side by side.
 
-import { bytes, choose, el, percent, put, signed, sized, svg, swatch, table, tip, untip, whole } from "./draw.js";
+import { bytes, choose, el, fit, percent, put, signed, sized, svg, swatch, table, tip, untip, whole, wide } from "./draw.js";
 
 // Group -> class of its colour; what is not named takes a grey.
 const COLOURS = {
@@ -69,7 +69,7 @@ function draw(view, map, head, width, again) {
     const part = svg("g", { class: `group ${colour(group.name)}` });
     part.append(svg("rect", { class: "ground", x: box.x + 1, y: box.y + 1, width: Math.max(box.width - 2, 0), height: Math.max(box.height - 2, 0), rx: 4 }));
     if (headed) {
-      part.append(svg("text", { class: "heading", x: box.x + 8, y: box.y + 15 }, fit(`${group.name}  ${bytes(group.bytes)}`, Math.floor((box.width - 14) / 7))));
+      part.append(svg("text", { class: "heading", x: box.x + 8, y: box.y + 15 }, fit(`${group.name}  ${bytes(group.bytes)}`, box.width - 14, 600)));
     }
     const inner = { x: box.x + 2, y: box.y + 2 + headed, width: box.width - 4, height: box.height - 4 - headed };
     for (const [buffer, cell] of squarified(group.children, inner)) {
@@ -77,8 +77,8 @@ function draw(view, map, head, width, again) {
         "aria-label": `${group.name}: ${buffer.shape || ""} ${buffer.operation || ""} ${bytes(buffer.bytes)}` },
       svg("rect", { x: cell.x + 1, y: cell.y + 1, width: Math.max(cell.width - 2, 0.5), height: Math.max(cell.height - 2, 0.5), rx: 3 }));
       if (cell.width > 54) {
-        const [first, ...more] = labels(buffer, group, Math.floor((cell.width - 12) / 6.6));
-        if (cell.height > 20) node.append(svg("text", { x: cell.x + 7, y: cell.y + 16 }, first));
+        const [first, ...more] = labels(buffer, group, cell.width - 13);
+        if (first && cell.height > 20) node.append(svg("text", { x: cell.x + 7, y: cell.y + 16 }, first));
         more.slice(0, Math.max(Math.floor((cell.height - 22) / 15), 0)).forEach((text, number) =>
           node.append(svg("text", { class: "second", x: cell.x + 7, y: cell.y + 31 + 15 * number }, text)));
       }
@@ -110,31 +110,27 @@ function draw(view, map, head, width, again) {
 }
 
 // The words of a cell, the most telling first: what it is, how large, its shape, its line.
-function labels(buffer, group, letters) {
-  const shape = short(buffer.shape), cut = text => fit(text, letters);
-  if (buffer.rest || !buffer.operation) return [cut(shape || group.name), cut(bytes(buffer.bytes))];
-  return [named(buffer.operation, letters), cut(bytes(buffer.bytes)), cut(shape), cut((buffer.source || "").split("/").pop())].filter(Boolean);
+function labels(buffer, group, room) {
+  const shape = short(buffer.shape), cut = text => fit(text, room);
+  if (buffer.rest || !buffer.operation) return [cut(shape || group.name), cut(bytes(buffer.bytes))].filter(Boolean);
+  return [named(buffer.operation, room), cut(bytes(buffer.bytes)), cut(shape), cut((buffer.source || "").split("/").pop())].filter(Boolean);
 }
 
 // What JAX itself puts into the path of an operation.
 const OF_JAX = /^(jit|pjit|jvp|vmap|transpose|checkpoint|remat\d?|while|body|cond|closed_call|rematted_computation)\b/;
 
 // As many of a path's last parts as there is room for: of an operation its modules, of an argument its keys.
-function named(path, letters) {
+function named(path, room) {
   const operation = path.split(";").pop().split("/");
   const parts = operation.length > 1 ? operation.filter((part, at) => at === operation.length - 1 || !OF_JAX.test(part)).map((part, at) => at ? `/${part}` : part)
     : path.split(/(?=[.[])/);
   let found = parts.pop();
-  while (parts.length && parts[parts.length - 1].length + found.length <= letters) found = parts.pop() + found;
-  return fit(found.replace(/^[/.]/, ""), letters);
+  while (parts.length && wide(parts[parts.length - 1] + found) <= room) found = parts.pop() + found;
+  return fit(found.replace(/^[/.]/, ""), room);
 }
 
 function short(shape) {
   return (shape || "").replace(/\{[^{}]*\}/g, "").replace(/\/\*.*?\*\//g, "");
-}
-
-function fit(text, most) {
-  return text.length <= most ? text : most > 2 ? `${text.slice(0, most - 1)}\u2026` : "";
 }
 
 function describe(view, about, again) {

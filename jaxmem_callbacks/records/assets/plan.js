@@ -94,5 +94,6 @@ function describe(plan, each, best, about) {
       fact("temporaries", each.refused ? "refused by the compiler" : bytes(each.temp_bytes)), fact("extra FLOPs", each.extra),
       fact("modelled", each.modelled_s ? `${(each.modelled_s * 1e3).toPrecision(4)} ms` : "unknown"),
       fact("why", best ? plan.reason : null)),
-    each.preset ? [el("p", { class: "soft" }, "Its preset:"), pasted(each.preset)] : el("p", { class: "soft" }, "It does not fit, so it has no preset."));
+    each.preset && each.preset.trim() === "{}" ? el("p", { class: "soft" }, "It is the plain step, which needs no preset.")
+      : each.preset ? [el("p", { class: "soft" }, "Its preset:"), pasted(each.preset)] : el("p", { class: "soft" }, "It does not fit, so it has no preset."));
 }

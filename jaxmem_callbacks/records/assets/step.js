@@ -4,6 +4,7 @@ import { bytes, choose, el, scale, sized, svg, swatch, switches, ticks, tip, unt
 import { colour } from "./peak.js";
 import { saveTrace, savesFiles } from "./perfetto.js";
 
+const HELD = "arguments, results and constants";
 const LEFT = 62, RIGHT = 14, TOP = 18, BOTTOM = 34;
 
 export function withinAStep(run, page) {
@@ -40,7 +41,7 @@ function draw(view, chart, about, width, again) {
   const clip = value => x(Math.min(Math.max(value, from), to));
   if (held && view.whole) {
     picture.append(svg("rect", { class: "held", x: LEFT, y: y(held), width: width - LEFT - RIGHT, height: floor - y(held) }),
-      svg("text", { class: "tick", x: LEFT + 8, y: floor - 8 }, `arguments, results and constants, ${bytes(held)}`));
+      floor - y(held) < 18 ? "" : svg("text", { class: "tick", x: LEFT + 8, y: (floor + y(held)) / 2 + 4 }, `${HELD}, ${bytes(held)}`));
   }
   const points = curve.map(([at, size], number) => `${number ? "H" : "M"}${clip(at).toFixed(1)}${number ? "V" : " "}${y(size).toFixed(1)}`).join("");
   picture.append(svg("path", { class: "area in-use", d: `${points}H${clip(length)}V${floor}H${clip(0)}Z` }));
@@ -99,6 +100,6 @@ function draw(view, chart, about, width, again) {
     else return;
     event.preventDefault();
   });
-  about.textContent = `${view.program.name}: ${whole(length)} instructions, the largest ${list.length} blocks are drawn${held && !view.whole ? `, above ${bytes(held)} of arguments, results and constants` : ""}.`;
+  about.textContent = `${view.program.name}: ${whole(length)} instructions, the largest ${list.length} blocks are drawn${held ? `, above ${bytes(held)} of ${HELD}` : ""}.`;
   chart.replaceChildren(picture);
 }

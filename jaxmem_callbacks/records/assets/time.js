@@ -1,6 +1,6 @@
 // Over time: memory of the device, the live arrays by line, the host; events, saves and compiles marked.
 
-import { bytes, choose, clock, el, scale, sized, svg, swatch, switches, ticks, tip, untip, whole } from "./draw.js";
+import { bytes, choose, clock, el, scale, sized, svg, swatch, switches, ticks, tip, untip, whole, wide } from "./draw.js";
 
 const LINES = {
   in_use_bytes: ["in use", "in-use"],
@@ -109,7 +109,9 @@ function draw(run, view, chart, keys, width, again, page) {
     picture.append(svg("line", { class: `level ${style}`, x1: LEFT, x2: width - RIGHT, y1: place, y2: place }));
     const words = [-5, 14, -20, 29, -35].map(by => place + by).find(spot => spot > panels[0].top + 4 && !named.some(other => Math.abs(other - spot) < 14)) ?? place - 5;
     named.push(words);
-    names.push(svg("text", { class: `level-name ${style}`, x: width - RIGHT - 4, y: words, "text-anchor": "end" }, `${name} ${bytes(size)}`));
+    const text = `${name} ${bytes(size)}`, long = wide(text, 400, 11.5) + 8;
+    names.push(svg("rect", { class: "level-ground", x: width - RIGHT - long, y: words - 11, width: long, height: 14, rx: 3 }),
+      svg("text", { class: `level-name ${style}`, x: width - RIGHT - 4, y: words, "text-anchor": "end" }, text));
   }
   picture.append(...names);
 
@@ -351,13 +353,15 @@ function band(curve, x, y, at, from, to) {
 function ribbon(record, under, over, x, y, at, from, to) {
   const [low, high] = places(record, at, from, to);
   const next = place => clipped(x, place === record.steps.length - 1 ? to : at(record, place + 1), from, to);
-  let up = "", back = "";
+  let up = "", back = "", brief = "";
   for (let place = low; place <= high; place += 1) {
-    const begin = clipped(x, at(record, place), from, to), top = y(over[place]).toFixed(1), bottom = y(under[place]).toFixed(1);
-    up += `${up ? "L" : "M"}${begin} ${top}H${next(place)}`;
-    back = `L${next(place)} ${bottom}H${begin}${back}`;
+    const begin = clipped(x, at(record, place), from, to), end = next(place), top = y(over[place]).toFixed(1), bottom = y(under[place]).toFixed(1);
+    up += `${up ? "L" : "M"}${begin} ${top}H${end}`;
+    back = `L${end} ${bottom}H${begin}${back}`;
+    const start = Math.max(end - 3, LEFT);  // a census that lasted no step is seen all the same
+    if (end - begin < 2 && top !== bottom) brief += `M${start} ${top}h3V${bottom}h-3Z`;
   }
-  return `${up}${back}Z`;
+  return `${up}${back}Z${brief}`;
 }
 
 function clipped(x, place, from, to) {
