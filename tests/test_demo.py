@@ -144,12 +144,14 @@ def test_pictures_are_not_taken_without_a_run(tmp_path: Path):
 
 
 @pytest.mark.browser
+@pytest.mark.parametrize("data_server", ["true", "false"])
 def test_its_run_is_used_in_tensorboard_right_after_the_start(
-    printed: str, logdir: Path, browser: Browser, tmp_path: Path
+    printed: str, logdir: Path, browser: Browser, tmp_path: Path, data_server: str
 ):
     """The tab with every view, and TensorBoard's own pages: no error box, and no error in the console."""
     del printed
-    with tensorboard(tmp_path / "tensorboard.log", "--logdir", str(logdir)) as address:
+    arguments = ("--logdir", str(logdir), "--load_fast", data_server)
+    with tensorboard(tmp_path / "tensorboard.log", *arguments) as address:
         opened(browser, address)
         drawn = "return page.querySelector('#time svg') !== null && page.querySelector('#peak .cell') !== null"
         assert browser.wait_for(lambda: in_tab(browser, drawn))

@@ -243,9 +243,10 @@ def test_links_are_not_followed_and_nothing_outside_is_read(address: str):
             asked(address, f"run?folder={place}")
 
 
-def test_a_very_long_run_is_there_in_two_seconds_and_a_few_megabytes(browser: Browser, runs: Path):
+@pytest.mark.parametrize("data_server", ["true", "false"])
+def test_a_very_long_run_is_there_in_two_seconds_and_a_few_megabytes(browser: Browser, runs: Path, data_server: str):
     """With a TensorBoard that has read nothing of it; while the rest is read the page answers."""
-    arguments = ("--logdir", str(runs / "long"), "--load_fast", "true")
+    arguments = ("--logdir", str(runs / "long"), "--load_fast", data_server)
     with tensorboard(runs.parent / "long.log", *arguments) as address:
         asked(address, "runs")  # TensorBoard's own start is not the tab's
         opened(browser, address)

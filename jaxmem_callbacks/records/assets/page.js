@@ -158,12 +158,11 @@ function room(glance, program) {
       // The name is where no mark crosses it, or else below the bar.
       const edges = [from, ...marks.map(([at]) => x(at)).filter(at => at > from && at < to).sort((a, b) => a - b), to];
       const spaces = edges.slice(1).map((edge, at) => [edges[at], edge - edges[at]]);
-      const [left, space] = spaces.reduce((best, one) => one[1] > best[1] ? one : best);
-      const text = `${name} ${words}`, fits = wide(text) + 15 <= space;
+      const text = `${name} ${words}`, fits = spaces.find(([, space]) => wide(text) + 15 <= space);
       if (!fits && to - from > 2) unnamed.push(el("li", {}, swatch(style), text));
       const node = el("i", { class: style, title: text }, fits ? text : null);
       node.style.width = `${to - from}px`;
-      if (fits) node.style.paddingLeft = `${left - from + 7}px`;
+      if (fits) node.style.paddingLeft = `${fits[0] - from + 7}px`;
       return node;
     });
     bar.replaceChildren(el("div", { class: "strip-of-parts" }, parts), ...marks.map(([size, words, style]) => {

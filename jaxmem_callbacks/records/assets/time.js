@@ -127,8 +127,9 @@ function draw(run, view, chart, keys, width, again, page) {
     stack.forEach((layer, number) => {
       const under = [...base];
       layer.bytes.forEach((size, place) => { base[place] += size; });
-      picture.append(svg("path", { class: `layer s${number % 10}${layer.rest ? " rest" : ""}`,
-        d: ribbon(run.arrays, under, base, x, up, at, from, to) }));
+      const [held, brief] = ribbon(run.arrays, under, base, x, up, at, from, to);
+      const style = `s${number % 10}${layer.rest ? " rest" : ""}`;
+      picture.append(svg("path", { class: `layer ${style}`, d: held }), brief ? svg("path", { class: style, d: brief }) : "");
     });
   }
   if (host.length) {
@@ -350,6 +351,7 @@ function band(curve, x, y, at, from, to) {
 }
 
 // A layer of the live arrays. A census is written when it differs from the one before, so its sizes hold until the next.
+// Those that lasted no step are a path of their own, a few pixels wide.
 function ribbon(record, under, over, x, y, at, from, to) {
   const [low, high] = places(record, at, from, to);
   const next = place => clipped(x, place === record.steps.length - 1 ? to : at(record, place + 1), from, to);
@@ -358,10 +360,10 @@ function ribbon(record, under, over, x, y, at, from, to) {
     const begin = clipped(x, at(record, place), from, to), end = next(place), top = y(over[place]).toFixed(1), bottom = y(under[place]).toFixed(1);
     up += `${up ? "L" : "M"}${begin} ${top}H${end}`;
     back = `L${end} ${bottom}H${begin}${back}`;
-    const start = Math.max(end - 3, LEFT);  // a census that lasted no step is seen all the same
+    const start = Math.max(end - 3, LEFT);
     if (end - begin < 2 && top !== bottom) brief += `M${start} ${top}h3V${bottom}h-3Z`;
   }
-  return `${up}${back}Z${brief}`;
+  return [`${up}${back}Z`, brief];
 }
 
 function clipped(x, place, from, to) {
