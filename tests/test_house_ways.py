@@ -19,11 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 @pytest.mark.parametrize(
     ("way", "files", "changes"),
     [
-        (
-            "gradient",
-            16,
-            83,
-        ),  # segments have a file of their own;  # a loss asks for its step's policy, of which another loss may obey what it cannot
+        # Segments have a file of their own. A loss asks for its step's policy, of which another loss may obey what it cannot.
+        ("gradient", 16, 83),
         ("plan", 65, 355),  # cut_moves.py moves a CPU's cuts; compiles run in threads: one change more or less
         ("reading", 38, 140),  # likewise
     ],

@@ -85,7 +85,7 @@ REFUSED = "arguments by their shapes; the compiler refused the program before it
 UNPLACED = "the compiler counts it in its total and gives it no place in its buffer assignment"
 _SHOWN = 40  # buffers of one group on a page
 _SMALL = 0.005  # shares below are named together in one line of words
-_FOLDERS = re.compile(r"\([^()]*/(?=[^()/]+\)$)")  # before the name of the file at the end: "(/home/me/train.py:29)"
+_FOLDERS = re.compile(r"\([^()]*/(?=[^()/]+\)$)")  # before the file at the end, as in "dot (runs/train.py:29)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
