@@ -562,14 +562,14 @@ def _no_step(path: pathlib.Path, named: str | None, called: Sequence[str], seen:
         )
     if seen.without_effect:
         return (
-            f"{path} ran to its end and trained nothing: {' and '.join(seen.without_effect)} takes a gradient, none of its results "
-            "depends on it, and JAX leaves out what no result needs. Return the parameters and the optimizer's state that it "
-            "updates. What it changes in a Flax NNX module stays changed under @nnx.jit; under @jax.jit return the module too."
+            f"{path} ran to its end and trained nothing: {' and '.join(seen.without_effect)} takes a gradient, none of its "
+            "results depends on it, and JAX leaves out what no result needs. Return the parameters and the optimizer's state "
+            "that it updates. What it changes in a Flax NNX module stays changed under @nnx.jit; under @jax.jit return the module too."
         )
     if seen.outside:
         return (
-            f"{path} ran to its end and took its gradient outside of jit, at {seen.outside}.{others} Put the gradient and the update "
-            f"of the parameters into one function, and jit that{f'; or name one of these: {_NAMED}' if called else ''}."
+            f"{path} ran to its end and took its gradient outside of jit, at {seen.outside}.{others} Put the gradient and the "
+            f"update of the parameters into one function, and jit that{f'; or name one of these: {_NAMED}' if called else ''}."
         )
     if is_unedited(path):
         return (
