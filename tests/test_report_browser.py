@@ -13,6 +13,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
+from jaxmem_callbacks.records.units import format_bytes
 from tests.browser import Browser, contrasts, cut_off, cut_off_when_narrow, keep_picture
 from tests.rich_runs import rich_plan, write_rich_run
 from tests.sample_runs import HOSTILE, hostile_plan, write_run
@@ -315,6 +316,22 @@ def test_ticks_are_round_and_within(browser: Browser, page: Path):
             assert 1 <= len(ticks) <= most + 2
             assert all(low <= tick <= high * (1 + 1e-6) for tick in ticks)
     assert found[4][1] == [at * 20 * 2**30 for at in range(4)]
+
+
+def test_sizes_are_written_as_python_writes_them(browser: Browser, page: Path):
+    """A figure is in the page's tables and in its views: 2304 MiB were 2.2 GiB in one and 2.3 GiB in the other."""
+    opened(browser, page)
+    script = page.read_text("utf-8").partition('<script type="module">')[2].partition("</script>")[0]
+    quarters = [at * unit // 4 for unit in (2**10, 2**20, 2**30) for at in (*range(5, 40), 401, 402, 406, 2047, 4093)]
+    found = browser.run(
+        f"{script.partition('const $time')[0]}; return arguments[0].map(size => $draw.bytes(size))", quarters
+    )
+    assert found == [format_bytes(size) for size in quarters]
+    shares = [at / 1000 for at in (*range(100), *range(100, 1000, 5))]
+    found = browser.run(
+        f"{script.partition('const $time')[0]}; return arguments[0].map(share => $draw.percent(share))", shares
+    )
+    assert found[100:] == [f"{share:.0%}" for share in shares[100:]]
 
 
 def test_contrast_and_overflow_can_fail(browser: Browser, tmp_path: Path):

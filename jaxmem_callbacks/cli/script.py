@@ -564,7 +564,8 @@ def _no_step(path: pathlib.Path, named: str | None, called: Sequence[str], seen:
         return (
             f"{path} ran to its end and trained nothing: {' and '.join(seen.without_effect)} takes a gradient, none of its "
             "results depends on it, and JAX leaves out what no result needs. Return the parameters and the optimizer's state "
-            "that it updates. What it changes in a Flax NNX module stays changed under @nnx.jit; under @jax.jit return the module too."
+            "that it updates. What it changes in a Flax NNX module stays changed under @nnx.jit; under @jax.jit return the "
+            "module too."
         )
     if seen.outside:
         return (

@@ -36,7 +36,13 @@ export function bytes(count) {
   if (count === null || count === undefined) return "unknown";
   let size = Number(count), unit = 0;
   while (Math.abs(size) >= 1024 && unit < UNITS.length - 1) { size /= 1024; unit += 1; }
-  return `${unit === 0 || Math.abs(size) >= 100 ? size.toFixed(0) : size.toFixed(1)} ${UNITS[unit]}`;
+  return `${fixed(size, unit === 0 || Math.abs(size) >= 100 ? 0 : 1)} ${UNITS[unit]}`;
+}
+
+// With so many digits, a tie to the even one: as the tables of the same page, which Python has written.
+function fixed(number, digits) {
+  const scaled = Math.abs(number) * 10 ** digits, low = Math.floor(scaled);
+  return scaled - low === 0.5 && low % 2 === 0 ? (Math.sign(number) * low / 10 ** digits).toFixed(digits) : number.toFixed(digits);
 }
 
 export function signed(count) {
@@ -49,7 +55,7 @@ export function whole(number) {
 
 export function percent(share) {
   if (!Number.isFinite(share)) return "unknown";
-  return `${(100 * share).toFixed(Math.abs(share) < 0.0995 && share !== 0 ? 1 : 0)}%`;
+  return `${fixed(100 * share, Math.abs(share) < 0.0995 && share !== 0 ? 1 : 0)}%`;
 }
 
 export function clock(seconds) {
