@@ -27,8 +27,9 @@ from jaxmem_callbacks.writers.plan_progress import inspect_progress
 if TYPE_CHECKING:  # which imports JAX: the command line reads this module before
     from jaxmem_callbacks.programs.memory import StepMemory
 
-# What JAX's paths of operations have of each loop and checkpoint; the step's own name comes before them.
-_OF_EVERY_LOOP = {"while", "body", "closed_call", "checkpoint"}
+# What JAX's paths of operations have of each loop (``closed_call`` until JAX 0.10, ``eval_jaxpr`` since) and checkpoint; the
+# step's own name comes before them.
+_OF_EVERY_LOOP = {"while", "body", "closed_call", "eval_jaxpr", "checkpoint"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

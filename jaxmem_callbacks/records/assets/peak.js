@@ -117,7 +117,7 @@ function labels(buffer, group, room) {
 }
 
 // What JAX itself puts into the path of an operation.
-const OF_JAX = /^(jit|pjit|jvp|vmap|transpose|checkpoint|remat\d?|while|body|cond|closed_call|rematted_computation)\b/;
+const OF_JAX = /^(jit|pjit|jvp|vmap|transpose|checkpoint|remat\d?|while|body|cond|closed_call|eval_jaxpr|rematted_computation)\b/;
 
 // As many of a path's last parts as there is room for: of an operation its modules, of an argument its keys.
 function named(path, room) {
