@@ -23,7 +23,7 @@ from tests.browser import Browser, click_through, contrasts, keep_picture, requi
 from tests.processes import EMITTED_QUICKLY
 from tests.rich_runs import write_rich_run
 from tests.sample_runs import HOSTILE, hostile_plan, write_run
-from tests.tensorboards import in_tab, opened, ours, pick, shown, tensorboard, used
+from tests.tensorboards import error_boxes, in_tab, opened, ours, pick, shown, tensorboard, used
 
 pytestmark = pytest.mark.browser
 ROOT = Path(__file__).parents[1]
@@ -174,6 +174,28 @@ def test_every_view_of_a_run_is_used(browser: Browser, address: str, run: str):
     opened(browser, address)
     use(browser, run, VIEWS[run])
     keep_picture(browser, f"tab_{run}")
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("scalars", "memory/live_arrays_mib"),
+        ("custom_scalars", "Live arrays [MiB], from live_arrays"),
+        ("images", "memory/over_time"),
+        ("text", "What to do"),
+        ("timeseries", "memory"),
+    ],
+)
+def test_tensorboards_own_pages_of_all_runs_have_no_error_box(browser: Browser, address: str, part: str, words: str):
+    """A run over eight devices with a plan, and one that ran out of memory, are the ones that have event files."""
+    browser.open("about:blank")
+    browser.errors()
+    browser.open(f"{address}/#{part}")
+    assert browser.wait_for(lambda: words in browser.text()), browser.text()
+    assert browser.wait_for(lambda: all(run in browser.text() for run in ("eight", "failed"))), browser.text()
+    assert error_boxes(browser) == []
+    assert ours(browser.errors()) == []
+    keep_picture(browser, f"tensorboard_{part}")
 
 
 def test_a_program_above_the_limit_leaves_no_headroom(browser: Browser, address: str):
