@@ -58,7 +58,7 @@ def test_moves_end_where_none_makes_it_better_and_never_above_where_they_began()
     for profile, _ in random_chains(6):
         live, places = LiveBytes(profile), list(range(1, profile.length))
         begin = tuple(places[2::4])
-        cuts = lowered(profile, [begin, ()], tuple(places), fixed=False)
+        cuts = lowered(profile, (begin, ()), tuple(places), fixed=False)
         least = min(live.under(begin)[0], live.under(())[0])
         assert live.under(cuts)[0] <= 1.02 * least
         for place in places:
@@ -69,6 +69,6 @@ def test_moves_end_where_none_makes_it_better_and_never_above_where_they_began()
 def test_forced_cuts_stay_and_so_does_a_fixed_number() -> None:
     profile, _ = random_chains(1)[0]
     places = tuple(range(1, profile.length))
-    kept = lowered(replace(profile, forced=(3,)), [(3, 5)], places, fixed=False)
+    kept = lowered(replace(profile, forced=(3,)), ((3, 5),), places, fixed=False)
     assert 3 in kept
-    assert len(lowered(profile, [(2, 4, 6)], places, fixed=True)) == 3
+    assert len(lowered(profile, ((2, 4, 6),), places, fixed=True)) == 3

@@ -198,7 +198,7 @@ def offered(chains: list[Judged]) -> list[list[tuple[int, int]]]:
 
 # Of the first 24 chains and of all: points within `WITHIN` of the optimum, the farthest, chains that are there at every point,
 # and chains whose least bytes are the optimum's.
-NEAR = {24: (1.0, 1.05, 24, 24), CHAINS: (0.96, 1.34, 87, 91)}
+NEAR = {24: (1.0, 1.05, 24, 24), CHAINS: (0.975, 1.22, 91, 95)}
 
 
 @pytest.mark.parametrize("count", NEAR)
@@ -220,8 +220,18 @@ def test_six_compiles_find_what_is_offered_for_a_budget(chains: list[Judged]) ->
     for reference, points, slack in chains[:24:3]:
         again = [(reference.planned(int(bytes_ * WITHIN)), most) for bytes_, most in points]
         found.append([flops is not None and flops <= most + slack for flops, most in again])
-    assert np.mean(np.concatenate(found)) >= 0.93
-    assert np.mean([all(each) for each in found]) >= 0.75
+    assert np.mean(np.concatenate(found)) >= 0.96
+    assert np.mean([all(each) for each in found]) >= 0.87
+
+
+@pytest.mark.core
+def test_cuts_of_a_looser_bound_keep_as_much_in_fewer_bytes() -> None:
+    """Those of the smallest peak hold 7,680 bytes with nothing expensive done again, and no plan less than 7,168."""
+    reference = Reference(random_chain(random.Random(10), 10))  # noqa: S311 - chains, not keys
+    offered = {offer.policy: reference.cost(offer.policy) for offer in candidates_for(reference.compiler(), FULL)}
+    slack = SAME_WORK * sum(step.flops for step in reference.model.steps)
+    assert min(bytes_ for bytes_, again in offered.values() if again <= slack) == 7168
+    assert offered[FULL][0] == min(bytes_ for bytes_, _ in offered.values())
 
 
 @pytest.mark.core

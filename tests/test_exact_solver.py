@@ -17,8 +17,8 @@ SECONDS = 60.0
 SAME_WORK = 0.01
 SHARES = (0.0, 0.1, 0.25, 1.0)
 LENGTHS = (10, 12, 14, 18, 24)
-# The median of these points' bytes over the optimum's, the share within 5 %, and the farthest. The last two are to be 1 and 1.05.
-MEDIAN, WITHIN, FARTHEST = 1.005, 0.9, 1.162
+# The median of these points' bytes over the optimum's, and the farthest.
+MEDIAN, FARTHEST = 1.0005, 1.05
 
 
 def residual_network(blocks: int, wide: int, narrow: int = 8) -> Spec:
@@ -67,7 +67,6 @@ def test_what_is_offered_for_longer_random_chains() -> None:
     ratios = np.concatenate([over_the_optimum(spec) for spec in some])
     assert ratios.min() >= 1 - 1e-6
     assert np.median(ratios) <= MEDIAN, np.sort(ratios)
-    assert np.mean(ratios <= 1.05) >= WITHIN, np.sort(ratios)
     assert ratios.max() <= FARTHEST, np.sort(ratios)
 
 

@@ -80,7 +80,6 @@ GIVEN: dict[str, dict[str, tuple[tuple[float, ...], str]]] = {
         "array_bytes": ((16,), ARRAYS),
         "LINK_BYTE": ((2000,), SHEET),
     },
-    "transforms/cuts.py": {"choose": ((3,), "the piece before the last one")},
     "transforms/cut_moves.py": {"__init__": ((3,), ARRAYS)},
     "transforms/loss_profile.py": {
         "uses": ((5,), ARRAYS),
@@ -93,7 +92,7 @@ GIVEN: dict[str, dict[str, tuple[tuple[float, ...], str]]] = {
     "transforms/own_checkpoints.py": {"_code": ((8,), "answers that are kept")},
     "transforms/prefetch.py": {"_JOIN_S": ((5.0,), WAITED)},
     "transforms/remat.py": {"_refuse_no_checkpoint": ((3,), SHOWN)},
-    "transforms/save_frontier.py": {"_ENDLESS": ((31,), ARRAYS), "keep_within": ((0.5,), "rounding")},
+    "transforms/save_frontier.py": {"_ENDLESS": ((31,), ARRAYS), "within": ((0.5,), "rounding")},
     "transforms/sharding/infer.py": {"_MATRIX_STACK": ((3,), ARRAYS)},
 }
 

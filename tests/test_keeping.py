@@ -71,8 +71,7 @@ def every_choice(eqns: list[Any]) -> list[tuple[int, int]]:
 @settings(max_examples=30, deadline=None)
 @given(functions())
 def test_no_choice_beats_a_point_of_the_frontier(eqns: list[Any]) -> None:
-    if sum(len(eqn.outvars) for eqn in eqns) > 11:
-        eqns = eqns[:11]
+    eqns = eqns[:9]  # of so many values every set is tried
     possible, points = np.array(every_choice(eqns), np.float64), frontier(eqns)
     assert [p.bytes for p in points] == sorted({p.bytes for p in points})
     assert [p.flops for p in points] == sorted({p.flops for p in points}, reverse=True)
@@ -90,11 +89,13 @@ def kept(bytes_: int, flops: int) -> SaveSet:
 
 def test_bytes_go_first_to_what_saves_most_and_of_equals_to_the_last_segment() -> None:
     dear, cheap = [kept(0, 100), kept(10, 0)], [kept(0, 10), kept(10, 0)]
-    assert merge_frontiers([cheap, dear, cheap], [1, 1, 1]).keep_within(0.34) == [frozenset(), {10}, frozenset()]
-    assert merge_frontiers([cheap, dear, cheap], [1, 1, 1]).keep_within(0.67) == [frozenset(), {10}, {10}]
-    assert merge_frontiers([cheap, dear, cheap], [1, 1, 1]).keep_within(1.0) == [{10}, {10}, {10}]
+    merged = merge_frontiers([cheap, dear, cheap], [1, 1, 1])
+    assert merged.kept(merged.within(0.34)) == [frozenset(), {10}, frozenset()]
+    assert merged.kept(merged.within(0.67)) == [frozenset(), {10}, {10}]
+    assert merged.kept(merged.within(1.0)) == [{10}, {10}, {10}]
     # A loop stores what it keeps once a step: what would not fit leaves room for what does.
-    assert merge_frontiers([dear, cheap], [8, 1]).keep_within(0.5) == [frozenset(), {10}]
+    merged = merge_frontiers([dear, cheap], [8, 1])
+    assert merged.kept(merged.within(0.5)) == [frozenset(), {10}]
 
 
 DEPTH, WIDTH, ROWS = 6, 64, 256

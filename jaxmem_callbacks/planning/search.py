@@ -29,8 +29,9 @@ _NEAR = 1.3
 # Compiles of a frontier that are chosen by the model alone.
 _AT_FIRST = 2
 _DIGITS = 5  # of a share, as people write it
-# Tuned: of more segments than this, what each may keep is fine enough, and one more or less changes little.
-_FEW = 4
+# Of n segments that hold as much as is stored at their cuts, one more changes the peak by 1 / (2 n (n + 1)) of it. Of more than
+# this that is less than what estimates resolve.
+_FEW = round(1 / math.sqrt(2 * SAME))
 MOST_POLICIES = 4  # that `offloading_policies` returns: compiles that a search sets aside
 _BOTH = (OFFLOAD_CUTS, OFFLOAD_KEPT)
 

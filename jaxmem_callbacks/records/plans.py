@@ -19,7 +19,7 @@ class FrontierPoint:
     """One point of what a whole loss may keep.
 
     Attributes:
-        share: Of what keeping everything expensive would take, from 0 to 1; `MergedFrontier.keep_within` takes it.
+        share: Of what keeping everything expensive would take, from 0 to 1; `MergedFrontier.within` takes it.
         bytes: Kept besides the values at the cuts.
         flops: Operations computed again.
         peak: Estimated bytes alive at most in the backward pass, for comparisons of one number of segments with another.

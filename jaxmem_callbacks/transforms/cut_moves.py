@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, final
 
 import numpy as np
@@ -106,7 +105,8 @@ class LiveBytes:
         return int(max(backward.max(), forward.max())), float(profile.work[again].sum())
 
 
-def lowered(profile: LiveBytesProfile, routes: Sequence[Cuts], places: Cuts, *, fixed: bool) -> Cuts:
+@functools.lru_cache(maxsize=SIDE)
+def lowered(profile: LiveBytesProfile, routes: tuple[Cuts, ...], places: Cuts, *, fixed: bool) -> Cuts:
     """Cuts that no single move makes better: the best of those that moves lead to from some given ones.
 
     Args:
@@ -118,46 +118,19 @@ def lowered(profile: LiveBytesProfile, routes: Sequence[Cuts], places: Cuts, *, 
     Returns:
         Positions with the smallest peak that is found, or near it and with less work again.
     """
-    arrays = (
-        profile.uses,
-        profile.kept,
-        profile.work,
-        profile.needed_from,
-        profile.gradients,
-        profile.made,
-        profile.stored,
-    )
-    content = tuple(array.tobytes() for array in arrays)
-    return _lowered(_Question(tuple(dict.fromkeys(routes)), places, profile.forced, fixed, content, profile))
-
-
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """What `lowered` is asked, equal where the answer is: each step of a search is cut again."""
-
-    routes: tuple[Cuts, ...]
-    places: Cuts
-    forced: Cuts
-    fixed: bool
-    content: tuple[bytes, ...]
-    profile: LiveBytesProfile = field(compare=False)
-
-
-@functools.lru_cache(maxsize=SIDE)
-def _lowered(asked: _Question) -> Cuts:
-    live = LiveBytes(asked.profile)
+    live = LiveBytes(profile)
 
     def moved(cuts: Cuts, enough: float) -> Cuts:
         while live.followed < _MOST_FOLLOWED:
-            near = [cuts, *_moves(cuts, asked.places, asked.forced, fixed=asked.fixed)]
+            near = [cuts, *_moves(cuts, places, profile.forced, fixed=fixed)]
             best = min(near, key=lambda some: (max(live.under(some)[0], enough), live.under(some)[1]))
             if best == cuts:
                 break
             cuts = best
         return cuts
 
-    lowest = min((moved(cuts, 0) for cuts in asked.routes), key=live.under)
-    least, first = live.under(lowest)[0], asked.routes[0]
+    lowest = min((moved(cuts, 0) for cuts in dict.fromkeys(routes)), key=live.under)
+    least, first = live.under(lowest)[0], routes[0]
     # Of cuts nearer than an estimate resolves those are taken that the programme chose.
     return first if live.under(first)[0] <= (1 + SAME) * least else moved(lowest, (1 + ALIKE) * least)
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,13 @@ from jaxmem_callbacks.transforms.costs import (
     MARGIN,
     NOTABLE,
     SIDE,
+    WORTH,
     alive,
     equation_flops,
     is_inexact,
     residual_values,
 )
-from jaxmem_callbacks.transforms.cut_moves import lowered
+from jaxmem_callbacks.transforms.cut_moves import LiveBytes, lowered
 from jaxmem_callbacks.transforms.loss_profile import (
     CheapValues,
     LiveBytesProfile,
@@ -40,7 +42,7 @@ from jaxmem_callbacks.transforms.loss_profile import (
     repeated_blocks,
     stored_between,
 )
-from jaxmem_callbacks.transforms.save_frontier import FrontierCache, merge_frontiers
+from jaxmem_callbacks.transforms.save_frontier import MergedFrontier, least_work, merge_frontiers
 from jaxmem_callbacks.transforms.segments import (
     Choice,
     Loop,
@@ -83,42 +85,113 @@ def choose(
     levels = 1 if is_local else policy.levels
     live = loss.live if policy.assume_fusion else loss.live.unfused()
     steps, profile = _steps_of_loops(replace(loss, live=live), policy.offloaded, is_local=is_local)
-    head, blocks = None, None
+    blocks = repeated_blocks(loss, profile) if policy.segments == "blocks" else None
     if policy.segments == "blocks":
-        blocks = repeated_blocks(loss, profile)
-        places, groups = sorted({*itertools.chain(*blocks), *profile.forced} - {0, profile.length}), []
+        places, groups = sorted({*itertools.chain(*(blocks or ())), *profile.forced} - {0, profile.length}), []
     else:
         places, groups = _places(profile, policy.segments, loss.flat.eqns, levels)
+    uncut = _Uncut(
+        loss=loss,
+        profile=profile,
+        loops={at: Loop(loss.flat.eqns[at], n, policy.offloaded) for at, n in steps.items()},
+        differentiated=differentiated,
+        blocks=None if blocks is None else frozenset(start for start, _ in blocks),
         # What waits for the head keeps values by name, which groups of segments would compute again and offloading by kind does
         # not combine with; inside a shard_map its collectives would come again.
-        waits = levels == 1 and not is_local and not offloads_by_kind(policy)
-        head = head_position(profile, places) if waits else None
-    bounds = [0, *places, *([] if head is None else [head]), len(loss.flat.eqns)]
-    shared = _shared(loss.flat, bounds, loss.cheap, differentiated)
-    cheap = loss.cheap.without(shared)
-    loops = {at: Loop(loss.flat.eqns[at], n, policy.offloaded) for at, n in steps.items()}
-    if blocks is not None:
-        bare = set(bounds[:-1]).difference(start for start, _ in blocks)
-    else:
-        bare = set(bounds[-2:-1] if head is None else bounds[-3:-1])
-    pieces = _pieces(loss, bounds, cheap, loops, bare)
-    merged = None
-    if policy.keep or survey:
-        known: FrontierCache = {}
-        some = pieces[: len(places) + 1]
-        peaks = segment_peaks(profile, places) if survey else ()
-        merged = merge_frontiers([each.frontier(known) for each in some], [each.trips for each in some], peaks)
-        if policy.keep:
-            chosen = zip(some, merged.keep_within(policy.keep), strict=True)
-            pieces[: len(some)] = [replace(piece, kept=values) for piece, values in chosen]
-    if head is not None:
-        flops = sum(map(equation_flops, loss.flat.eqns))
-        dear = pieces[-2].segment.dear_values([*loss.flat.invars, *shared], flops)
-        if dear is not None:
-            pieces[-2] = replace(pieces[-2], is_checkpointed=True, kept=dear)
-    return Choice(
-        pieces=tuple(pieces), shared=tuple(shared), cheap=cheap, levels=levels, groups=tuple(groups), frontier=merged
+        may_wait=levels == 1 and not is_local and not offloads_by_kind(policy),
     )
+    cut, merged = uncut.at(places), None
+    if policy.keep or survey:
+        is_free = policy.segments is None and levels == 1 and not is_local and not policy.offloaded
+        others = [each for each in looser_cuts(profile) if list(each) != places] if is_free else []
+        cuts = [cut, *map(uncut.at, others)]
+        frontiers = [each.frontier(profile, live=bool(others)) for each in cuts]
+        merged, chosen = least_work(frontiers, WORTH * uncut.flops)
+        if policy.keep:
+            number, point = chosen[merged.within(policy.keep)]
+            cut = cuts[number].keeping(frontiers[number].kept(point))
+    return Choice(
+        pieces=tuple(uncut.with_waiting(cut)),
+        shared=tuple(cut.shared),
+        cheap=cut.cheap,
+        levels=levels,
+        groups=tuple(groups),
+        frontier=merged,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Cut:
+    """A loss cut at some places.
+
+    Attributes:
+        places: Positions, ascending, without the ends.
+        pieces: What is between them, and what waits for the head, if anything does.
+        shared: Cheap values that are made once.
+        cheap: The others.
+    """
+
+    places: Sequence[int]
+    pieces: Sequence[Piece]
+    shared: Sequence[Any]
+    cheap: CheapValues
+
+    def frontier(self, profile: LiveBytesProfile, *, live: bool) -> MergedFrontier:
+        """What the pieces may keep, without what waits for the head; ``live`` for the peak of `LiveBytes`."""
+        some, peaks = self.pieces[: len(self.places) + 1], segment_peaks(profile, self.places)
+        if live:
+            above = LiveBytes(profile).under(tuple(self.places))[0] - max(peaks)
+            peaks = [peak + above for peak in peaks]
+        return merge_frontiers([each.frontier() for each in some], [each.trips for each in some], peaks)
+
+    def keeping(self, values: Sequence[frozenset[Any]]) -> _Cut:
+        """The same whose pieces keep some values."""
+        kept = [replace(piece, kept=some) for piece, some in zip(self.pieces, values, strict=False)]
+        return replace(self, pieces=[*kept, *self.pieces[len(kept) :]])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Uncut:
+    """A loss, and what holds for it wherever it is cut.
+
+    Attributes:
+        loss: The loss.
+        profile: Its bytes, with its loops as they are cut.
+        loops: Those, by their places.
+        differentiated: Arguments that are; None where that is not known.
+        blocks: Where blocks that repeat begin; None where cuts are not around these.
+        may_wait: Whether what waits for the head may be computed again.
+    """
+
+    loss: LossProfile
+    profile: LiveBytesProfile
+    loops: Mapping[int, Loop]
+    differentiated: Collection[Any] | None
+    blocks: Collection[int] | None
+    may_wait: bool
+
+    @property
+    def flops(self) -> int:
+        """Operations of the loss."""
+        return sum(map(equation_flops, self.loss.flat.eqns))
+
+    def at(self, places: Sequence[int]) -> _Cut:
+        """The loss cut at some places, where nothing is kept yet."""
+        loss = self.loss
+        head = head_position(self.profile, places) if self.may_wait and self.blocks is None else None
+        bounds = [0, *places, *([] if head is None else [head]), len(loss.flat.eqns)]
+        shared = _shared(loss.flat, bounds, loss.cheap, self.differentiated)
+        cheap = loss.cheap.without(shared)
+        bare = set(bounds[:-1]).difference(self.blocks) if self.blocks is not None else set(bounds[len(places) : -1])
+        return _Cut(places=places, pieces=_pieces(loss, bounds, cheap, self.loops, bare), shared=shared, cheap=cheap)
+
+    def with_waiting(self, cut: _Cut) -> Sequence[Piece]:
+        """The pieces, and a checkpoint around what waits for the head where that keeps less."""
+        if len(cut.pieces) == len(cut.places) + 1:
+            return cut.pieces
+        *others, waiting, last = cut.pieces
+        dear = waiting.segment.dear_values([*self.loss.flat.invars, *cut.shared], self.flops)
+        return cut.pieces if dear is None else [*others, replace(waiting, is_checkpointed=True, kept=dear), last]
 
 
 def _steps_of_loops(
@@ -215,6 +288,8 @@ def _stored_results(flat: Equations, bounds: Sequence[int]) -> list[frozenset[An
 SLACK = 1 + ALIKE
 # Routes that are followed from one place: each takes another part of the budget.
 _MOST_LABELS = round(1 / ALIKE)
+# Limits that are tried: their results differ by less than a compiler's may by chance.
+_LIMITS = round(1 / MARGIN)
 # Bytes of a route that is not there; another such, or a segment, may be added to it.
 _NEVER = np.iinfo(np.int64).max // 2
 _NOWHERE = np.zeros(0, np.int64)
@@ -230,10 +305,7 @@ def choose_cuts(profile: LiveBytesProfile, segments: int | None = None) -> list[
     Raises:
         ValueError: more segments than there are places to cut, or fewer than the forced cuts make.
     """
-    places = _candidates(profile)
-    if segments is not None or not profile.fuses:
-        before = _before_the_head(profile, places)
-        places = before if len(before) > (segments or 2) else places
+    places = _candidates(profile) if segments is None and profile.fuses else _outside_the_head(profile, segments)
     least = len(set(profile.forced)) + 1
     if segments is not None and segments < least:
         msg = (
@@ -264,9 +336,26 @@ def choose_cuts(profile: LiveBytesProfile, segments: int | None = None) -> list[
 def _others(table: _Table, bound: int) -> Iterator[list[int]]:
     """Routes of limits on what a single segment holds: moves from one may end where those from another do not."""
     least = int(table.own[table.allowed].min(initial=0))
-    for limit in np.linspace(least, bound, round(1 / MARGIN)).tolist():
+    for limit in np.linspace(least, bound, _LIMITS).tolist():
         if (route := table.route(int(limit), None, alone=True)) is not None:
             yield route
+
+
+@functools.lru_cache(maxsize=SIDE)
+def looser_cuts(profile: LiveBytesProfile) -> tuple[tuple[int, ...], ...]:
+    """Cuts of looser bounds on the estimated peak, which leave less of it for what is kept, and with nothing kept do less again.
+
+    None where compilers fuse: `LiveBytes`, by which different cuts are compared, follows what others hold.
+    """
+    if profile.fuses or not len(profile.uses):
+        return ()
+    table = _Table(profile, _outside_the_head(profile, None))
+    least, most = _smallest(table, None), int(table.own[0, -1])
+    found: dict[tuple[int, ...], None] = {}
+    for bound in np.geomspace(max(least, 1), max(least, most, 1), _LIMITS, endpoint=False).astype(np.int64).tolist():
+        if route := table.cheapest(bound):
+            found[tuple(table.places[route].tolist())] = None
+    return tuple(found)
 
 
 def choose_two_levels(profile: LiveBytesProfile, cuts: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -323,6 +412,13 @@ def _before_the_head(profile: LiveBytesProfile, places: np.ndarray) -> np.ndarra
     """The places behind which no head is computed again, the end and the forced ones."""
     last = profile.last_product if _is_head(profile) else profile.length
     return places[(places <= last) | (places == profile.length) | np.isin(places, profile.forced)]
+
+
+def _outside_the_head(profile: LiveBytesProfile, segments: int | None) -> np.ndarray:
+    """The candidates before the head where these are enough, for so many segments or for any; else all."""
+    places = _candidates(profile)
+    before = _before_the_head(profile, places)
+    return before if len(before) > (segments or 2) else places
 
 
 def smallest_peak(profile: LiveBytesProfile) -> int:

@@ -12,7 +12,7 @@ import collections
 import itertools
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -340,9 +340,11 @@ def value_uses(eqns: Sequence[Any], resident: Collection[Any]) -> np.ndarray:
     return np.array(list(rows), np.int64).reshape(-1, 5)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LiveBytesProfile:
     """Bytes along a list of n equations; a position p is before equation p, and n is the end.
+
+    Two are equal where their bytes are: each step of a search traces the loss anew, and asks for the same cuts.
 
     Attributes:
         spans: int64[values, 4]: bytes, first and last position at which a value that must be stored is alive, and the last
@@ -377,6 +379,17 @@ class LiveBytesProfile:
     last_product: int
     uses: np.ndarray = field(default_factory=lambda: np.zeros((0, 5), np.int64))
     fuses: bool = True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LiveBytesProfile) and self._content == other._content
+
+    def __hash__(self) -> int:
+        return hash(self._content)
+
+    @property
+    def _content(self) -> tuple[object, ...]:
+        values = (getattr(self, each.name) for each in fields(self))
+        return tuple(value.tobytes() if isinstance(value, np.ndarray) else value for value in values)
 
     @property
     def length(self) -> int:

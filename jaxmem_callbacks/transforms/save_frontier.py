@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -348,12 +349,7 @@ class SaveSet:
         return self.flops, self.work
 
 
-FrontierCache = dict[Hashable, "tuple[list[Any], list[SaveSet]]"]
-
-
-def frontier(
-    eqns: Sequence[Any], free: frozenset[Any] = frozenset(), known: FrontierCache | None = None, *, inside: bool = True
-) -> list[SaveSet]:
+def frontier(eqns: Sequence[Any], free: frozenset[Any] = frozenset(), *, inside: bool = True) -> list[SaveSet]:
     """What a segment may keep: ascending in bytes, descending in work computed again.
 
     It ends where hardly anything expensive is recomputed: keeping more would cost bytes and save no time.
@@ -361,17 +357,24 @@ def frontier(
     Args:
         eqns: The segment's equations, in order, without reports.
         free: Its results that are stored anyway, because a later segment takes them.
-        known: Frontiers of the segments before, by their networks; this one is looked up in it or added. Layers that were
-            unrolled are alike, and a flow is the most expensive thing that planning does before it compiles.
         inside: Whether values inside inner loops and branches may be kept too.
     """
     graph = _Graph(opened(eqns) if inside else whole(eqns), free)
-    known = {} if known is None else known
-    if graph.key not in known:
-        known[graph.key] = graph.made, _points(graph)
-    made, points = known[graph.key]
+    if not (known := _found_of(graph.key)):
+        known.append((graph.made, _points(graph)))
+    ((made, points),) = known
     names = dict(zip(made, graph.keys, strict=True))
     return [replace(point, values=frozenset(names[var] for var in point.values)) for point in points]
+
+
+@functools.lru_cache(maxsize=SIDE * _MOST_POINTS)
+def _found_of(network: Hashable) -> list[tuple[list[Any], list[SaveSet]]]:  # noqa: ARG001 - the key
+    """Where the frontier of a network is kept once it is found, with what the network makes.
+
+    Layers that were unrolled are alike, each step of a search traces the loss anew, and a flow is the most expensive thing that
+    planning does before it compiles.
+    """
+    return []
 
 
 def _points(graph: _Graph) -> list[SaveSet]:
@@ -487,8 +490,17 @@ class _Graph:
         self._place = {var: index for index, var in enumerate(made)}
         self._nodes = 2 + len(eqns) + len(made)
         #: Two segments with equal keys have equal frontiers, value for value.
-        weights = (self.work.tobytes(), self.sizes.tobytes(), self._unkeepable.tobytes())
-        self.key = (len(eqns), bool(self.needed), edges.tobytes(), *weights)
+        weights = (self._costs.tobytes(), self.work.tobytes(), self.sizes.tobytes(), self._unkeepable.tobytes())
+        branches = tuple(run.branch for run in inner.runs) if inner.conds else ()
+        self.key = (
+            len(eqns),
+            bool(self.needed),
+            self._has_loops,
+            edges.tobytes(),
+            *weights,
+            branches,
+            repr(inner.conds),
+        )
 
     @property
     def dearest_price(self) -> float:
@@ -616,11 +628,11 @@ class MergedFrontier:
             for kept, again, peak, work in zip(self.bytes, self.flops, self.peaks, self.work, strict=True)
         ]
 
-    def keep_within(self, share: float) -> list[frozenset[Any]]:
-        """What each segment keeps under one limit for all, as a share of what the last point keeps."""
+    def within(self, share: float) -> int:
+        """The last point under one limit for all segments, as a share of what the last point of all keeps."""
         # Bytes are whole: a share that came from bytes means those bytes.
         limit = share * int(self.bytes[-1]) + 0.5
-        return self.kept(int(np.searchsorted(self.bytes, limit, side="right")) - 1)
+        return int(np.searchsorted(self.bytes, limit, side="right")) - 1
 
 
 def merge_frontiers(
@@ -642,6 +654,30 @@ def merge_frontiers(
         pairs = [whole[place : place + 2] for place in range(0, len(whole), 2)]
         whole = [_both(*pair, known) if len(pair) > 1 else pair[0] for pair in pairs]
     return whole[0] if whole else _single([SaveSet(0, 0, frozenset(), 0.0, 0.0)], 1, 0)
+
+
+def least_work(frontiers: Sequence[MergedFrontier], worth: float) -> tuple[MergedFrontier, list[tuple[int, int]]]:
+    """Of several cuts of one loss, at each point of the first the one with least work under that point's peak.
+
+    Args:
+        frontiers: One for each choice of cuts.
+        worth: How much less work than the first has other cuts must have.
+
+    Returns:
+        The first with that work, and for each of its points which of the frontiers it is, and which point of that.
+    """
+    first, *others = frontiers
+    work, flops, limit = first.work.copy(), first.flops.copy(), first.work - worth
+    chosen = [(0, point) for point in range(len(work))]
+    for number, other in enumerate(others, 1):
+        order = np.lexsort((other.work, other.peaks))
+        least = np.minimum.accumulate(other.work[order])
+        best = order[np.maximum.accumulate(np.where(other.work[order] <= least, np.arange(len(order)), 0))]
+        under = np.searchsorted(other.peaks[order], first.peaks, side="right") - 1
+        for point in np.flatnonzero((under >= 0) & (other.work[best[under]] < np.minimum(work, limit))).tolist():
+            place = int(best[under[point]])
+            chosen[point], work[point], flops[point] = (number, place), other.work[place], other.flops[place]
+    return replace(first, work=work, flops=flops), chosen
 
 
 def _single(points: Sequence[SaveSet], times: int, peak: int) -> MergedFrontier:

@@ -19,7 +19,7 @@ from jaxmem_callbacks.transforms.costs import (
     view_roots,
 )
 from jaxmem_callbacks.transforms.loss_profile import CheapValues
-from jaxmem_callbacks.transforms.save_frontier import FrontierCache, MergedFrontier, SaveSet, frontier
+from jaxmem_callbacks.transforms.save_frontier import MergedFrontier, SaveSet, frontier
 from jaxmem_callbacks.transforms.tracing import (
     flatten,
     is_movable,
@@ -60,9 +60,9 @@ class Segment:
         """The equations as they are, reports included."""
         return [*self.own, *self.report_makers, *self.reports]
 
-    def frontier(self, known: FrontierCache, *, inside: bool = True) -> list[SaveSet]:
+    def frontier(self, *, inside: bool = True) -> list[SaveSet]:
         """What the segment may keep besides its inputs and what is stored of its results anyway; see `frontier`."""
-        return frontier(self.own, self._stored, known, inside=inside)
+        return frontier(self.own, self._stored, inside=inside)
 
     def dear_values(self, resident: Sequence[Any], flops: float) -> frozenset[Any] | None:
         """What a checkpoint around it keeps, so that hardly any operations are done again.
@@ -78,7 +78,7 @@ class Segment:
         unnoticed = WORTH * flops
         if any(subjaxprs(eqn) and equation_flops(eqn) > unnoticed for eqn in self.own):
             return None
-        points = self.frontier({})
+        points = self.frontier()
         kept = next((point for point in points if point.flops <= unnoticed), points[-1])
         made, roots = {var for eqn in self.own for var in eqn.outvars}, view_roots(self.own)
         inputs = operands_of(self.own).keys() - made
@@ -109,10 +109,10 @@ class Loop:
         own = [inner for inner in self.flat.eqns if not is_movable(inner)]
         self.body = Segment(own, CheapValues({}, {}), frozenset(variables(self.flat.outvars)), stored=frozenset())
 
-    def frontier(self, known: FrontierCache) -> list[SaveSet]:
-        """What each step may keep; ``known`` as in `frontier`."""
+    def frontier(self) -> list[SaveSet]:
+        """What each step may keep."""
         # XLA for GPUs fails at a loop in a loop that stacks host memory.
-        return self.body.frontier(known, inside=not self.keeps_on_host)
+        return self.body.frontier(inside=not self.keeps_on_host)
 
 
 def _worth_moving(eqn: Any) -> frozenset[int]:
@@ -144,11 +144,11 @@ class Piece:
         """How often it runs, and so how often its kept values are stored."""
         return 1 if self.loop is None else self.loop.trips
 
-    def frontier(self, known: FrontierCache) -> list[SaveSet]:
-        """What it may keep; nothing where it is left as it is. ``known`` as in `frontier`."""
+    def frontier(self) -> list[SaveSet]:
+        """What it may keep; nothing where it is left as it is."""
         if self.loop is not None:
-            return self.loop.frontier(known)
-        return self.segment.frontier(known) if self.is_checkpointed else _AS_IT_IS
+            return self.loop.frontier()
+        return self.segment.frontier() if self.is_checkpointed else _AS_IT_IS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
