@@ -48,6 +48,8 @@ export function show(root, { title, entries, footer, notes = [] }) {
         el("div", { class: `panels of-${page.runs.length}` }, page.runs.map(run => panel(run, view, has, id))))),
       el("footer", {}, footer));
     window.scrollTo(0, top);
+    // For the browser's own tools: from here on the page can be used.
+    if (page.runs.length && !performance.getEntriesByName("drawn").length) performance.mark("drawn");
   }
 
   function reading(entry) {
