@@ -173,13 +173,11 @@ class Trial:
         printed = (self.plain / "stdout.txt").read_text()
         plan = json.loads((self.plain / saved).read_text())
         candidates = plan["candidates"]
-        chosen, plain = candidates[plan["chosen"]], candidates[0]
+        chosen = candidates[plan["chosen"]]
         self.row.setdefault("plans", {})[target] = {
             "chosen_bytes": chosen["step_bytes"],
             "fits": chosen["fits"],
-            "extra_flops": round(chosen["flops"] / plain["flops"] - 1, 4)
-            if chosen["flops"] and plain["flops"]
-            else None,
+            "extra_flops": round(chosen["extra_flops"] / chosen["plain_flops"], 4) if chosen["plain_flops"] else None,
             "flops": chosen["flops"],
             "compiles": len(candidates),
         }
