@@ -158,7 +158,9 @@ def test_a_store_that_fails_to_the_end_names_the_local_folder(capfd):
     Failing.left = 10**6
     monitor = train("fails://bucket/a")
     folder = monitor._mirror.folder
-    assert f"could not be copied to fails://bucket/a, and is in {folder}: " in capfd.readouterr().err
+    err = capfd.readouterr().err
+    assert "could not be copied to fails://bucket/a (" in err
+    assert f"), and is in {folder}." in err
     assert (folder / "memory.jsonl").exists()
 
 
@@ -196,7 +198,7 @@ def test_a_file_that_the_store_refuses_keeps_no_other_from_it(capfd):
     fsspec.register_implementation(Choosy.protocol, Choosy, clobber=True)
     monitor = train("choosy://bucket/a")
     assert "/bucket/a/memory.jsonl" in files()
-    assert f"and is in {monitor._mirror.folder}: ValueError: too large" in capfd.readouterr().err
+    assert f"(ValueError: too large), and is in {monitor._mirror.folder}." in capfd.readouterr().err
 
 
 def test_two_runs_that_begin_at_one_address_at_once_have_a_place_each():

@@ -94,7 +94,7 @@ class Mirror:
                 f"the run is in {self.folder} until it is."
             )
         elif self._failed is not None:
-            self._report(f"the run could not be copied to {self.address}, and is in {self.folder}: {self._failed}")
+            self._report(f"the run could not be copied to {self.address} ({self._failed}), and is in {self.folder}.")
 
     def _run(self) -> None:
         wait_s, is_last = self._every_s, False
