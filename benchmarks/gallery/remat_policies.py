@@ -4,7 +4,7 @@
 
 Each value of MaxText's `remat_policy` is compiled for an H100, with its pre-training's own main and an unedited step. The plan is
 made of the default one, `full`, whose checkpoints policies may replace. It is not given a budget: the frontier that it compiles
-is held against all of them.
+is held against all of them. The policies that keep residuals in the host's memory are held against a plan that may do so too.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ POLICIES = (
 )
 # So many tokens that saved activations are most of what a step needs.
 SETTINGS = SMALL | {"steps": 1, "per_device_batch_size": 16, "max_target_length": 512, "run_name": "policies"}
+OFFLOADED = "_offloaded"
 SAME = 1.02  # of bytes or FLOPs, as in results/plan_bench
 
 
@@ -48,10 +49,13 @@ def planned(trial: Trial, policy: str, *options: str) -> list[dict[str, Any]]:
     return [{key: each[key] for key in ("step_bytes", "flops", "policy")} for each in found if each["step_bytes"]]
 
 
-def held_against(policies: dict[str, Any], candidates: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """For each policy the ratios (bytes, FLOPs) of the candidate whose larger one is least."""
+def held_against(policies: dict[str, Any], plans: dict[bool, list[dict[str, Any]]]) -> dict[str, list[float]]:
+    """For each policy the ratios (bytes, FLOPs) of the candidate whose larger one is least; plans by whether they may offload."""
     return {
-        name: min(([each[key] / one[key] for key in ("step_bytes", "flops")] for each in candidates), key=max)
+        name: min(
+            ([each[key] / one[key] for key in ("step_bytes", "flops")] for each in plans[name.endswith(OFFLOADED)]),
+            key=max,
+        )
         for name, one in policies.items()
     }
 
@@ -73,8 +77,9 @@ def main(names: list[str]) -> int:
     trial = Trial(NAME, program, "policies")
     policies = {name: planned(trial, name, "--search", "remat=no")[0] for name in names or POLICIES}
     by_hand_s, trial.row = trial.row["processor_s"], {}
-    candidates = planned(trial, "full", "--search", "own_checkpoints")
-    ratios = held_against(policies, candidates)
+    candidates, plan_s = planned(trial, "full", "--search", "own_checkpoints"), trial.row["processor_s"]
+    offloading = planned(trial, "full", "--search", "own_checkpoints", "--search", "offload")
+    ratios = held_against(policies, {False: candidates, True: offloading})
     result = {
         "command": "make bench-policies",
         "sources": check_hash("remat_policies"),
@@ -83,7 +88,9 @@ def main(names: list[str]) -> int:
         "policies": {name: {key: each[key] for key in ("step_bytes", "flops")} for name, each in policies.items()},
         "policies_processor_s": by_hand_s,
         "candidates": candidates,
-        "candidates_processor_s": trial.row["processor_s"],
+        "candidates_processor_s": plan_s,
+        "candidates_with_offload": offloading,
+        "candidates_with_offload_processor_s": round(trial.row["processor_s"] - plan_s, 1),
         "nearest": ratios,
     }
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
