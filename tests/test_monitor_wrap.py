@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -48,6 +50,48 @@ def test_a_loop_without_hooks_trains_as_before_and_its_steps_are_counted(jitted:
     assert np.array_equal(state, without)
     assert watched == losses
     assert losses[0] > losses[-1]
+    assert_written(monitor, range(STEPS))
+
+
+def big_vision_loop(lines: str, **names: Any) -> list[float]:
+    """As big_vision's `train.py`: one jitted `update_fn` that donates its state, under the profiler's annotation of each step.
+
+    Args:
+        lines: Run below the jit.
+        names: What they use.
+    """
+    optimizer = optax.adam(0.1)
+
+    def update_fn(train_state: Any, rng: jax.Array, batch: Any) -> Any:
+        params, opt = train_state["params"], train_state["opt"]
+        noise = 1e-3 * jax.random.normal(rng, batch["image"].shape)
+        loss, grads = jax.value_and_grad(lambda p: ((batch["image"] + noise) @ p["w"] - batch["labels"]).var())(params)
+        updates, opt = optimizer.update(grads, opt, params)
+        return {"params": optax.apply_updates(params, updates), "opt": opt}, {"training_loss": loss}
+
+    update_fn = jax.jit(update_fn, donate_argnums=0)
+    scope = {"update_fn": update_fn, **names}
+    exec(lines, scope)  # noqa: S102 - the page's line
+    update_fn = scope["update_fn"]
+    params = {"w": jnp.full((WIDTH, 1), 0.5)}
+    train_state, losses = {"params": params, "opt": optimizer.init(params)}, []
+    images = jax.random.normal(jax.random.key(0), (STEPS, 8, WIDTH))
+    rng_loop = jax.random.key(1)
+    for step, image in zip(range(1, STEPS + 1), images, strict=True):
+        with jax.profiler.StepTraceAnnotation("train_step", step_num=step):
+            rng_loop, rng = jax.random.split(rng_loop)
+            train_state, measurements = update_fn(train_state, rng, {"image": image, "labels": image[:, :1]})
+            losses.append(float(measurements["training_loss"]))
+    return losses
+
+
+def test_the_pages_line_for_a_loop_as_big_visions_is_pasted(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "frameworks.md").read_text()
+    (line,) = re.findall(r"`(update_fn = [^`]*)`", page)
+    without = big_vision_loop("")
+    with NotingMonitor(tmp_path) as monitor:
+        assert big_vision_loop(line, monitor=monitor) == without
+    assert without[-1] < without[0]
     assert_written(monitor, range(STEPS))
 
 
