@@ -362,6 +362,6 @@ def test_a_step_whose_gradient_reaches_no_result_is_named(kind, tmp_path, capsys
     assert main(["inspect", write(tmp_path, text)]) == 2
     error = capsys.readouterr().err
     assert error.startswith("jaxmem: update takes a gradient, and none of its results depends on it.")
-    assert "trained nothing: update takes a gradient, none of its results depends on it" in error
+    assert "trained nothing: no result of update depends on the gradient taken there" in error
     assert main(["inspect", write(tmp_path, text + STEP_AFTER)]) == 0
     assert "What one step of train needs" in capsys.readouterr().out

@@ -194,7 +194,11 @@ class Choosy(InMemory):
         super().pipe_file(path, value, **kwargs)
 
 
-def test_a_file_that_the_store_refuses_keeps_no_other_from_it(capfd):
+@pytest.mark.parametrize("name", ["jaxmem-a", "jaxmem-0pwd", "my_token", "api_key"])
+def test_a_file_that_the_store_refuses_keeps_no_other_from_it(name, capfd, monkeypatch, tmp_path):
+    """Nor does a name of the local folder that ends as a secret's does hide why: `tempfile` names it by chance."""
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr("jaxmem_callbacks.callbacks.mirror.tempfile.mkdtemp", lambda **_: str(tmp_path / name))
     fsspec.register_implementation(Choosy.protocol, Choosy, clobber=True)
     monitor = train("choosy://bucket/a")
     assert "/bucket/a/memory.jsonl" in files()

@@ -200,7 +200,7 @@ def inspect_by(python: str, script: str, target: str | None) -> InspectedStep:
     command = [python, "-m", "jaxmem_callbacks", "inspect", script, "--json", "--top", str(_EVERY)]
     command += [] if target is None else ["--target", target]
     try:
-        # The folder that holds this library may hold a JAX beside it, which must not stand before the interpreter's own.
+        # The folder that holds this library may hold a JAX too, which must not come before the interpreter's own.
         with tempfile.TemporaryDirectory() as alone:
             (pathlib.Path(alone) / _PACKAGE.name).symlink_to(_PACKAGE, target_is_directory=True)
             path = os.pathsep.join(filter(None, [alone, os.environ.get("PYTHONPATH")]))

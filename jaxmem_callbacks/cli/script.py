@@ -562,9 +562,9 @@ def _no_step(path: pathlib.Path, named: str | None, called: Sequence[str], seen:
         )
     if seen.without_effect:
         return (
-            f"{path} ran to its end and trained nothing: {' and '.join(seen.without_effect)} takes a gradient, none of its "
-            "results depends on it, and JAX leaves out what no result needs. Return the parameters and the optimizer's state "
-            "that it updates. What it changes in a Flax NNX module stays changed under @nnx.jit; under @jax.jit return the "
+            f"{path} ran to its end and trained nothing: no result of {' and '.join(seen.without_effect)} depends on "
+            "the gradient taken there, and JAX leaves out what no result needs. Return the parameters and the optimizer's state "
+            "that are updated. What changes in a Flax NNX module stays changed under @nnx.jit; under @jax.jit return the "
             "module too."
         )
     if seen.outside:
