@@ -87,6 +87,38 @@ def test_the_last_action_runs_wherever_the_thread_stands(monkeypatch: pytest.Mon
     assert ran == list(range(60))
 
 
+def test_the_training_thread_goes_on_between_two_parts_of_a_look():
+    """The interpreter is told to interrupt nobody, so that a thread goes on only where another lets it."""
+    faults = background.Faults("warn")
+
+    class Looked:
+        def __init__(self) -> None:
+            self.ended = threading.Event()
+
+        def look(self) -> None:
+            for _ in range(40):
+                faults.attempt("a part", self.work, default=None)
+            self.ended.set()
+
+        def work(self) -> None:
+            end_s = time.perf_counter() + 0.002
+            while time.perf_counter() < end_s:
+                pass
+
+    looked, turns, usual_s = Looked(), 0, sys.getswitchinterval()
+    ticking = background.Ticker(60.0, weakref.WeakMethod(looked.look))
+    sys.setswitchinterval(30)
+    try:
+        ticking.start()
+        while not looked.ended.is_set():
+            time.sleep(0.0005)
+            turns += 1
+    finally:
+        sys.setswitchinterval(usual_s)
+    assert ticking.stop(lambda: None)
+    assert turns > 10, turns
+
+
 def test_one_that_still_computes_is_waited_for(monkeypatch: pytest.MonkeyPatch, capfd):
     """A busy machine makes the last look long, which is no reason to lose it. For ever is not waited either."""
     monkeypatch.setattr(background, "PATIENCE_S", 0.4)

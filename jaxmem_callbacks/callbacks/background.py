@@ -4,6 +4,9 @@ Ticker: a daemon thread that runs one action at an interval, woken by a timer an
 when asked for, and waited for only so long: whatever hangs there holds up nobody else. A fork waits for the action that runs,
 else the child would have half of what it wrote, and locks that nobody opens.
 
+Turns: Python runs one thread at a time, and one that waits for another to let go may wait 5 ms (`sys.getswitchinterval`).
+The monitor's thread therefore lets go between two parts of its work.
+
 Faults: one line on stderr for each, and the part that failed is switched off. With `on_error="raise"` (tests) the exception is
 kept and raised at the next call from the user's own thread instead.
 """
@@ -14,6 +17,7 @@ import contextlib
 import functools
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +30,24 @@ from jaxmem_callbacks.records.terminal import print_line
 
 _Result = TypeVar("_Result")
 _KEPT = 100
+_TURN_S = 0.0005  # a tenth of the shortest step that training is fed with
+_PAUSE_S = 0.0001  # a thread that waits has woken up by then; after a shorter one this thread is often first again
+
+
+class _Turn(threading.local):
+    """Since when this thread has not let go; None on threads that are not the monitor's."""
+
+    began_s: float | None = None
+
+
+_turn = _Turn()
+
+
+def _give_way() -> None:
+    """Let the training's thread go on, if this one is the monitor's and has worked for its turn."""
+    if _turn.began_s is not None and time.perf_counter() - _turn.began_s > _TURN_S:
+        time.sleep(_PAUSE_S)
+        _turn.began_s = time.perf_counter()
 
 
 @final
@@ -67,6 +89,7 @@ class Faults:
             return default
         finally:
             self._doing[thread] = outer
+            _give_way()
 
     def doing(self, thread: int | None) -> str:
         """The part that runs on a thread, for when it does not come back; empty while there is none."""
@@ -173,6 +196,7 @@ class Ticker:
 
     def _run(self) -> None:
         while True:
+            _turn.began_s = time.perf_counter()
             with self._busy:
                 if not self._turn():
                     return

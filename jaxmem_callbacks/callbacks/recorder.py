@@ -117,6 +117,7 @@ class Recorder:
         """Take in one observation; ``last`` closes the open window and draws the figure."""
         ended = self._saves.learn(observation)
         events = [scrubbed(self._saves.labelled(event)) for event in events]
+        observation = replace(observation, metrics=[_clean(each) for each in observation.metrics])
         self.events += tuple(events)
         self._learn(observation)
         if self._unit is None:  # once: a tag that changes its unit would be two curves
@@ -199,7 +200,7 @@ class Recorder:
             if reading.limit_bytes is not None:
                 self._limit = min(reading.limit_bytes, self._settings.limit_bytes or reading.limit_bytes)
         for metrics in observation.metrics:
-            self._windows.add({f"train/{name}": value for name, value in _clean(metrics).values.items()})
+            self._windows.add({f"train/{name}": value for name, value in metrics.values.items()})
         for compiled in observation.compilations:
             name, memory = compiled.compilation.program, compiled.compilation.memory
             if memory is not None:  # of several compiles the largest counts: all of them may run again
@@ -303,7 +304,8 @@ class Recorder:
     def _write(self, record: Record) -> None:
         """To every writer, the user's own too: names of metrics, events and plans are texts of the outside."""
         self._unflushed |= not isinstance(record, Reading | Metrics)
-        record = _clean(record)
+        if not isinstance(record, Metrics):  # they are clean since they came, for the curves' names too
+            record = _clean(record)
         self._outputs.each(lambda writer: writer.write(record))
 
 

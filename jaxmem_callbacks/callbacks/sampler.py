@@ -61,17 +61,18 @@ def all_ready(values: Mapping[str, Any]) -> bool:
 
 
 def read_metrics(values: Mapping[str, Any], skipped: set[str]) -> dict[str, float]:
-    """Ready values as floats; what was deleted meanwhile is left out, what is no number is added to ``skipped``."""
+    """Ready values as floats; what was deleted meanwhile is left out, what is no number is added to ``skipped``.
+
+    The caller allows this thread's transfers.
+    """
     floats: dict[str, float] = {}
-    # Only this thread's guard is opened: a guard that the user set for the whole process is about his own code.
-    with jax.transfer_guard("allow"):
-        for name, value in values.items():
-            try:
-                floats[name] = float(value)
-            except (TypeError, ValueError, OverflowError):
-                skipped.add(name)
-            except RuntimeError:  # deleted or donated meanwhile
-                continue
+    for name, value in values.items():
+        try:
+            floats[name] = float(value)
+        except (TypeError, ValueError, OverflowError):
+            skipped.add(name)
+        except RuntimeError:  # deleted or donated meanwhile
+            continue
     return floats
 
 
@@ -493,12 +494,14 @@ class Sampler:
     def _ready_metrics(self) -> list[Metrics]:
         found: list[Metrics] = []
         held = tuple(self._held)
-        for serial, step, time_s, values in (*self._awaited, *held):
-            if serial > self._read_serial and all_ready(values):
-                self._read_serial = serial
-                floats = read_metrics(values, self._skipped)
-                found.append(Metrics(step=step, time_s=time_s, values=floats))
-                self._let_go_of(serial)
+        # Only this thread's guard is opened: a guard that the user set for the whole process is about his own code.
+        with jax.transfer_guard("allow"):
+            for serial, step, time_s, values in (*self._awaited, *held):
+                if serial > self._read_serial and all_ready(values):
+                    self._read_serial = serial
+                    floats = read_metrics(values, self._skipped)
+                    found.append(Metrics(step=step, time_s=time_s, values=floats))
+                    self._let_go_of(serial)
         # Of a loop dispatched far ahead of the device the last two steps are never ready: one is waited for, look by look.
         waiting = [each for each in (*self._awaited, *held) if each[0] > self._read_serial]
         self._awaited = tuple(waiting[:1])

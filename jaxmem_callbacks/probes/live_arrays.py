@@ -14,6 +14,7 @@ that moment fails on a GPU, and copies it on a CPU. So this runs on the thread t
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -263,8 +264,13 @@ def _add_parts(array: Any, parts: dict[Device, list[LiveBuffer]], left_out: dict
         if part.is_deleted():
             continue
         (device,) = part.devices()
-        label = f"{part.dtype}[{','.join(map(str, part.shape))}]"
+        label = _label(part.dtype, part.shape)
         parts[device].append(LiveBuffer(address=part.unsafe_buffer_pointer(), bytes=size, label=label))
     for device in devices if size and not asked else ():
         left_out[device][0] += 1
         left_out[device][1] += size
+
+
+@functools.lru_cache(maxsize=4096)
+def _label(dtype: Any, shape: tuple[int, ...]) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"

@@ -18,6 +18,8 @@ from jaxmem_callbacks.records.secrets import scrubbed
 from jaxmem_callbacks.records.traces import Trace, TraceHead, TracePart
 from jaxmem_callbacks.writers.protocol import Record, Writer
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))  # made once: `json.dumps` makes one a call for other separators
+
 
 @final
 class JsonlWriter(Writer):
@@ -91,7 +93,7 @@ class JsonlWriter(Writer):
         fields = fields_of(record, time.time())
         if fields is None:
             return None
-        return json.dumps({"run": self._run_id, **fields}, separators=(",", ":")).encode() + b"\n"
+        return _ENCODER.encode({"run": self._run_id, **fields}).encode() + b"\n"
 
     def _put(self, data: bytes) -> None:
         """All of it, by one call of the system unless that takes less; nothing waits in this process."""
@@ -166,4 +168,4 @@ def write_trace(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def _lines(fields: Iterable[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(each, separators=(",", ":")) + "\n" for each in fields).encode()
+    return "".join(_ENCODER.encode(each) + "\n" for each in fields).encode()
