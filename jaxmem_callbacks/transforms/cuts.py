@@ -641,16 +641,16 @@ class _Table:
         count = len(self.places)
         cost = np.full(count, _NEVER)
         cost[0] = 0
+        # Over (end, start): the routes with one segment more are found to all ends at once.
+        own = np.ascontiguousarray(np.where(self.allowed, self.own, _NEVER).T)
+        stored = np.ascontiguousarray(self.stored.T)
         layers = []
         for _ in range(segments):
-            after = np.full_like(cost, _NEVER)
-            before = np.full(count, -1)
-            for end in range(1, count):
-                candidate = self._extended(cost, end, budget)
-                before[end] = int(np.argmin(candidate))
-                after[end] = candidate[before[end]]
-            layers.append(before)
-            cost = after
+            candidate = np.where(cost + own <= budget, cost + stored, _NEVER)
+            layers.append(candidate.argmin(axis=1))
+            cost = candidate.min(axis=1)
+            if cost.min() >= _NEVER:
+                return None
         return self._walk(lambda end, layer: int(layers[layer][end]), int(cost[-1]), segments)
 
     def _extended(self, cost: np.ndarray, end: int, budget: int, *, alone: bool = False) -> np.ndarray:
