@@ -14,6 +14,7 @@ import pytest
 
 from jaxmem_callbacks.environment.findings import findings
 from jaxmem_callbacks.records.environment import ProcessFacts
+from tests import forked
 from tests.pasting import pasted
 
 NEW, OLD = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -38,15 +39,11 @@ print(json.dumps([read, [each.kind for each in findings(process_facts(started=Fa
 def trained(shell: str = "", line: str = "", **variables: str) -> tuple[dict[str, object], list[str]]:
     """What JAX hands its GPU plugin, and what is still found, in a process that typed this and then trained."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith(("XLA_", "TF_", "CUDA_"))}
-    typed = f'{shell}\nexec "$0" -c "$1"'
-    done = subprocess.run(
-        ["bash", "-c", typed, sys.executable, TRAINING.format(line=line)],
-        env=kept | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"} | variables,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    typed = kept | {"PYTHONPATH": os.pathsep.join(sys.path), "JAX_PLATFORMS": "cpu"} | variables
+    asked = subprocess.run(["bash", "-c", f"{shell}\nenv -0"], env=typed, capture_output=True, text=True, check=True)
+    in_shell = dict(each.split("=", 1) for each in asked.stdout.split("\0") if each)
+    command = [sys.executable, "-c", TRAINING.format(line=line)]
+    done = forked.run(command, env=in_shell, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     read, kinds, total = json.loads(done.stdout.splitlines()[-1])
     assert total == pytest.approx(2.3, abs=0.7)  # it went towards 3

@@ -136,13 +136,15 @@ def test_one_that_still_computes_is_waited_for(monkeypatch: pytest.MonkeyPatch, 
 
     slow, endless = Working(0.9), Working(60)
     done = []
-    for writer in (slow, endless):
-        monitor = jm.MemoryMonitor(FAST, writer=writer)
-        monitor(0)
-        monitor.close()
-        done.append(writer.done)
+    try:
+        for writer in (slow, endless):
+            monitor = jm.MemoryMonitor(FAST, writer=writer)
+            monitor(0)
+            monitor.close()
+            done.append(writer.done)
+    finally:
+        endless.done = True  # else it computes on, next to the tests that follow
     assert done == [True, False]
-    endless.done = True
     lines = told(capfd)
     assert len(lines) == 1, lines
     line = lines[0]
