@@ -329,10 +329,9 @@ def _reshaped(eqn: Any, at: Place, old: Any, new: Any) -> Place:
     slower, faster = math.prod(shape[: at.axis]) * at.before, math.prod(shape[at.axis + 1 :]) * at.after
     for axis, length in enumerate(shape_of(new)):
         outer, inner = math.prod(shape_of(new)[:axis]), math.prod(shape_of(new)[axis + 1 :])
-        if slower % max(outer, 1) or faster % max(inner, 1):
-            continue
         before, after = slower // max(outer, 1), faster // max(inner, 1)
-        if before * count * after == length:
+        # Both arrays have as many positions, so a quotient that was rounded makes this product smaller.
+        if length and before * count * after == length:
             return Place(axis, before, after, at.offset)
     raise refusal(eqn, "cuts through the dimension")
 
