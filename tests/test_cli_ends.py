@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 import jaxmem_callbacks as jm
+from tests import forked
 from tests.processes import EMITTED_QUICKLY, until
 
 SCRIPT = """
@@ -125,15 +126,8 @@ ENVIRONMENT = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__fil
 
 
 def planned(script: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, "--", *args],
-        cwd=script.parent,
-        env=ENVIRONMENT | EMITTED_QUICKLY,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    command, environment = [*COMMAND, "--", *args], ENVIRONMENT | EMITTED_QUICKLY
+    return forked.run(command, cwd=script.parent, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
