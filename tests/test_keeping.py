@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import itertools
+import sys
 from typing import Any
 
 import jax
@@ -81,6 +83,19 @@ def test_no_choice_beats_a_point_of_the_frontier(eqns: list[Any]) -> None:
     for point, following in itertools.pairwise(points):
         between = possible[possible[:, 0] < following.bytes, 1].min()
         assert between == point.flops, "a choice that the frontier does not have"
+
+
+def test_threads_that_ask_for_one_frontier_at_once_get_the_same() -> None:
+    eqns = flatten(jax.make_jaxpr(unrolled)([(jnp.ones((5, 7)), jnp.ones((7, 5)))] * 40, jnp.ones((3, 5)))).eqns
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            first, *others = pool.map(frontier, [eqns] * 4)
+    finally:
+        sys.setswitchinterval(before)
+    assert others == [first] * 3
+    assert frontier(eqns) == first
 
 
 def kept(bytes_: int, flops: int) -> SaveSet:

@@ -362,7 +362,7 @@ def frontier(eqns: Sequence[Any], free: frozenset[Any] = frozenset(), *, inside:
     graph = _Graph(opened(eqns) if inside else whole(eqns), free)
     if not (known := _found_of(graph.key)):
         known.append((graph.made, _points(graph)))
-    ((made, points),) = known
+    made, points = known[0]  # another thread that traces the same may have found it too
     names = dict(zip(made, graph.keys, strict=True))
     return [replace(point, values=frozenset(names[var] for var in point.values)) for point in points]
 
