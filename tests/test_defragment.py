@@ -275,6 +275,7 @@ def test_where_arrays_lie_is_planned_over_without_overlap():
     """Real addresses of a device, the tree's and all others, go into a plan, and its steps into the mover."""
     # Whole multiples of 256 bytes: the system, which places a CPU's arrays, puts them no closer together than a GPU's pool would.
     kept = [jax.device_put(jnp.full(64 * 1000, number, jnp.float32), jax.devices()[4]) for number in range(8)]
+    jax.block_until_ready(kept)  # an array that is not ready is asked for no address
     mover = Mover(kept[::2])
     buffers = placed_buffers(mover, jax.devices()[4])
     movable = {each.key for each in buffers if each.movable}
