@@ -11,6 +11,7 @@ import pytest
 from benchmarks.plan_bench import MATCHED, at_equal_flops, closest
 from benchmarks.plan_table import plan_table
 from benchmarks.sources import RESULTS, ROOT, ROWS_BENCHMARK
+from jaxmem_callbacks.planning.compiles import MOST_OF_REMAT
 
 NAMES = {
     "linen_transformer": "Linen transformer, unrolled",
@@ -106,6 +107,7 @@ def test_the_table_of_a_target_is_that_of_the_rows(rows, sections, target):
 WORDS = {
     ("lstm", "chunked"): "the LSTM in chunks",
     ("dropout_transformer", "names"): "the dropout transformer by name",
+    ("mixture", "dots"): "`dots` of the mixture of experts",
     ("resnet", "names"): "the ResNet by name",
 }
 
@@ -126,7 +128,7 @@ def test_the_farthest_of_each_target_is_named(rows, sections):
     _, model, policy = on_h100 = max((key for key in equal if key[0] == "h100_sxm"), key=lambda key: equal[key])
     assert f"At equal FLOPs the farthest there is {equal[on_h100]:.3f}, {WORDS[model, policy]}" in told["h100_sxm"]
     _, model, policy = on_cpu = max((key for key in equal if key[0] == "cpu"), key=lambda key: equal[key])
-    assert f"{WORDS[model, policy]}, there too at equal FLOPs ({equal[on_cpu]:.3f})" in told["cpu"]
+    assert f"At equal FLOPs it is {WORDS[model, policy]} ({equal[on_cpu]:.3f})" in told["cpu"]
 
 
 def test_the_one_policy_without_a_counterpart_is_named(rows):
@@ -184,7 +186,7 @@ def test_what_the_page_says_of_the_goals_holds(rows):
 
     assert all(max(each) <= 1.05 for each in far.values())
     assert {target for target in TARGETS if max(far[target]) <= 1.02} == set()
-    assert {target for target in TARGETS if max(matched[target]) <= 1.02} == {"h100_sxm", "v5e"}
+    assert {target for target in TARGETS if max(matched[target]) <= 1.02} == set(TARGETS)
     assert {target for target in TARGETS if half(far[target])} == {"h100_sxm", "cpu"}
     assert half(matched["v5e"])
 
@@ -218,4 +220,4 @@ def test_the_whole_table_is_that_of_the_rows():
     for plain, hand, ours in zip(cells[::3], cells[1::3], cells[2::3], strict=True):
         assert (plain[2], hand[2][:7], ours[2][:5]) == ("none", "by hand", "ours:")
         assert float(ours[3]) <= 1.05 * float(hand[3])
-        assert int(ours[6]) <= 6
+        assert int(ours[6]) <= MOST_OF_REMAT
