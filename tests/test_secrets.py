@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
+from jaxmem_callbacks.probes.host import HostProbe
+from jaxmem_callbacks.probes.live_arrays import LiveArraysProbe
 from jaxmem_callbacks.records.presets import MonitorSettings
-from jaxmem_callbacks.records.runs import MemoryEvent
+from jaxmem_callbacks.records.runs import MemoryEvent, Unavailable
 from jaxmem_callbacks.records.secrets import HIDDEN, scrubbed, secret_values, without_secrets
 from jaxmem_callbacks.records.terminal import put
 from jaxmem_callbacks.writers.protocol import Record, Writer
@@ -369,7 +371,9 @@ def watched_run(folder: Path) -> None:
     flags = {f"flag {number}": text for number, (text, _) in enumerate(PLANTED)}
     plan = sample_plans.six(process_flags=flags, notes=tuple(text for text, _ in PLANTED), reason=ALL)
     settings = MonitorSettings(window_s=0.01, scan_s=0.01, figure_s=0.01)
-    with jm.MemoryMonitor(settings, logdir=folder, writer=BrokenWriter(), plan=plan) as monitor:
+    missing = [Unavailable(figure="power", device="cpu:0", reason=text) for text, _ in PLANTED]
+    probes = [jm.ScriptedProbe([missing]), LiveArraysProbe(), HostProbe()]
+    with jm.MemoryMonitor(settings, logdir=folder, writer=BrokenWriter(), plan=plan, probes=probes) as monitor:
         for step in range(3):
             monitor(step, {text: float(step) for text, _ in PLANTED})
             monitor.flush()
