@@ -292,7 +292,6 @@ _MOST_LABELS = round(1 / ALIKE)
 _LIMITS = round(1 / MARGIN)
 # Bytes of a route that is not there; another such, or a segment, may be added to it.
 _NEVER = np.iinfo(np.int64).max // 2
-_NOWHERE = np.zeros(0, np.int64)
 
 
 def choose_cuts(profile: LiveBytesProfile, segments: int | None = None) -> list[int]:
@@ -590,31 +589,26 @@ class _Table:
         Less stored before a segment leaves more for it and all behind it. So of the routes to a place those are followed that no
         other beats in both stored bytes and work; of very many one for each small part of the budget.
         """
-        stored, work, before = [np.zeros(1, np.int64)], [np.zeros(1)], [np.zeros((1, 2), np.int64)]
+        # Of all labels so far the place that they end at, and the label that each was lengthened from.
+        stored, work, at, before = np.zeros(1, np.int64), np.zeros(1), np.zeros(1, np.int64), np.zeros(1, np.int64)
+        end = 0
         for end in range(1, len(self.places)):
-            fits = [
-                np.flatnonzero(some + self.own[start, end] <= budget) if self.allowed[start, end] else _NOWHERE
-                for start, some in enumerate(stored)
-            ]
-            starts = np.repeat(np.arange(end), [len(each) for each in fits])
-            labels = np.concatenate(fits)
-            bytes_ = np.concatenate([some[each] for some, each in zip(stored, fits, strict=True)])
-            again = np.concatenate([some[each] for some, each in zip(work, fits, strict=True)])
-            bytes_, again = bytes_ + self.stored[starts, end], again + self.work[starts, end]
+            labels = np.flatnonzero(self.allowed[at, end] & (stored + self.own[at, end] <= budget))
+            starts = at[labels]
+            bytes_, again = stored[labels] + self.stored[starts, end], work[labels] + self.work[starts, end]
             order = np.lexsort((again, bytes_))
             order = order[np.diff(np.minimum.accumulate(again[order]), prepend=np.inf) < 0]
             part = bytes_[order] * _MOST_LABELS // max(budget, 1)
             # Of each part the last; and the first of all, with which there is a route wherever there is any.
             order = order[(np.diff(part, append=-1) != 0) | (np.arange(len(order)) == 0)]
-            stored.append(bytes_[order])
-            work.append(again[order])
-            before.append(np.stack([starts[order], labels[order]], 1))
-        if not len(work[-1]):
+            stored, work = np.append(stored, bytes_[order]), np.append(work, again[order])
+            at, before = np.append(at, np.full(len(order), end)), np.append(before, labels[order])
+        if at[-1] != end:
             return None
-        route, place, label = list[int](), len(self.places) - 1, len(work[-1]) - 1
-        while (found := before[place][label])[0] > 0:
-            place, label = int(found[0]), int(found[1])
-            route.append(place)
+        route, label = list[int](), before[-1]
+        while label:
+            route.append(int(at[label]))
+            label = before[label]
         return route[::-1]
 
     def route(self, budget: int, segments: int | None, *, alone: bool = False) -> list[int] | None:
