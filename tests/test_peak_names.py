@@ -53,6 +53,9 @@ def arguments(rows: int) -> Any:
     return params, shape(rows, TOKENS, dtype=jnp.int32)
 
 
+EFFORT = "jax_exec_time_optimization_effort"
+
+
 @functools.cache
 def buffers(target: str) -> tuple[Buffer, ...]:
     """What makes the peak of the step that keeps all that is dear; a TPU has room on the chip for a small one's."""
@@ -63,11 +66,15 @@ def buffers(target: str) -> tuple[Buffer, ...]:
         # With the emitters that users have: of the suite's older ones (tests/processes.py) a scatter's loop has no name.
         jitted = jax.jit(step, compiler_options={"xla_cpu_use_fusion_emitters": True})
         return compiled_with_peak(jitted.lower(*arguments(4)))[1].buffers
-    effort = jax.config.jax_exec_time_optimization_effort
-    if is_tpu := target.startswith("v5e"):  # the names are the same at the least effort, in a fifth of the time
-        jax.config.update("jax_exec_time_optimization_effort", -1.0)
-    found = compile_for_target(step, arguments(24 if is_tpu else 4), target=target, want_buffers=True)
-    jax.config.update("jax_exec_time_optimization_effort", effort)
+    is_tpu = target.startswith("v5e")
+    before = getattr(jax.config, EFFORT, None)  # None where this JAX has no such option
+    if quick := is_tpu and before is not None:  # at the least effort the names are the same, in a fifth of the time
+        jax.config.update(EFFORT, -1.0)
+    try:
+        found = compile_for_target(step, arguments(24 if is_tpu else 4), target=target, want_buffers=True)
+    finally:
+        if quick:
+            jax.config.update(EFFORT, before)
     assert found.peak is not None
     return found.peak.buffers
 
