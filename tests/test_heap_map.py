@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import itertools
+import threading
 import time
 import weakref
 from functools import partial
@@ -262,6 +263,31 @@ def test_a_map_is_taken_when_more_is_held_than_ever_before():
         assert maps() == taken, "and not again while no more is held"
         assert heaps(double) == []
     del held
+
+
+def test_a_map_that_is_asked_for_before_the_writers_are_open_is_taken_once_they_are():
+    """The first look asks for it, and opens the writers at its end; steps go on meanwhile."""
+
+    class Slow:
+        shape = ()
+
+        def __init__(self) -> None:
+            self.asked, self.go = threading.Event(), threading.Event()
+
+        def __float__(self) -> float:
+            self.asked.set()
+            return float(self.go.wait(60))
+
+    double, slow, kept = jm.CollectingWriter(), Slow(), jnp.ones(8)
+    with jm.MemoryMonitor(MonitorSettings(heap_map_s=3600.0), writer=double) as monitor:
+        monitor(0, {"loss": slow})
+        assert slow.asked.wait(60)
+        for step in range(1, 5):
+            monitor(step)
+        slow.go.set()
+        steps = itertools.count(5)
+        until(lambda: monitor(next(steps)) or double.of(HeapMap))
+    del kept
 
 
 def test_a_map_is_taken_after_an_event_of_too_little_memory():

@@ -362,7 +362,7 @@ class MemoryMonitor:
             self._start()
         if now >= due.trace_s:
             self._take_trace(due, step)
-        if now >= due.heap_map_s:
+        if now >= due.heap_map_s and self._recorder.is_open:  # until then nobody knows whether a map is shown
             due.heap_map_s = NEVER
             if self._recorder.takes_pictures:
                 self._take_heap(step)
