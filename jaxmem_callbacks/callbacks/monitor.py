@@ -362,7 +362,7 @@ class MemoryMonitor:
             self._start()
         if now >= due.trace_s:
             self._take_trace(due, step)
-        if now >= due.heap_map_s and self._recorder.is_open:  # until then nobody knows whether a map is shown
+        if now >= due.heap_map_s:
             due.heap_map_s = NEVER
             if self._recorder.takes_pictures:
                 self._take_heap(step)
@@ -422,7 +422,8 @@ class MemoryMonitor:
         for detector in self._detectors:
             events.extend(self._faults.attempt(type(detector).__name__, detector.detect, observation, default=()))
         self._recorder.record(observation, events, last=last)
-        if any(event.kind in _MAPPED for event in events):
+        # After the record, which opens the writers: before it nobody knows whether any of them shows a map.
+        if self._sampler.heaps.is_wanted or any(event.kind in _MAPPED for event in events):
             self._sampler.due.ask_heap_map()
         if self._profiles is not None:
             self._faults.attempt("the profile near OOM", self._profiles.keep, events, default=None)

@@ -178,11 +178,6 @@ class Recorder:
         )
 
     @property
-    def is_open(self) -> bool:
-        """Whether the writers are opened, which the first record does."""
-        return self._outputs.is_open
-
-    @property
     def takes_pictures(self) -> bool:
         """Whether anything is shown of what is drawn; no while the writers are not opened."""
         return self._outputs.takes_pictures
@@ -382,7 +377,7 @@ class Outputs:
         self._writers: dict[str, Writer] | None = None  # by the name that a fault is reported under
         self._in_folder: frozenset[str] = frozenset()
         self._lock: int | None = None
-        self.takes_pictures = self.is_open = False
+        self.takes_pictures = False
 
     def each(self, action: Callable[[Writer], None]) -> None:
         """Run an action on every writer; they are opened at the first one."""
@@ -443,7 +438,6 @@ class Outputs:
         if self._on_event is not None:
             self._writers["on_event"] = EventCallback(self._on_event)
         self.takes_pictures = any(writer.takes_pictures for writer in self._writers.values())
-        self.is_open = True  # last: the training thread asks
 
     def _needed(self) -> tuple[Sequence[Writer], Mapping[str, Callable[[], Writer]]]:
         """The writers that are there already, and what makes the others, which write into the folder."""

@@ -137,11 +137,13 @@ class HeapMaps:
     Args:
         every_s: Seconds between two that are taken by themselves, at first.
         faults: Reports a probe that raises.
-        due: Asked for the next one.
+
+    Attributes:
+        is_wanted: Whether the next call of the hook is to take one, as of the last look.
     """
 
-    def __init__(self, every_s: float, faults: Faults, due: DueTimes) -> None:
-        self._due = due
+    def __init__(self, every_s: float, faults: Faults) -> None:
+        self.is_wanted = False
         self._spans = RateLimiter(every_s, PICTURES)
         self._spans.begin(time.monotonic())
         self._faults = faults
@@ -158,7 +160,7 @@ class HeapMaps:
     def collect(self, live_bytes: int = 0) -> tuple[Sequence[HeapMap], Sequence[Unavailable], bool]:
         """What was taken since the last time: maps, why there are none, and whether to draw them.
 
-        The next call is asked for one once a span, and when live arrays hold clearly more than ever before. The latter is not
+        The next one is wanted once a span, and when live arrays hold clearly more than ever before. The latter is not
         drawn, since a run that begins or grows has many of them, and a picture takes a tenth of a second.
 
         Args:
@@ -173,8 +175,7 @@ class HeapMaps:
         taken, self._taken = self._taken, ()
         drawn = self._drawn and bool(taken)
         self._drawn = due or (self._drawn and not taken)
-        if due or grown:
-            self._due.ask_heap_map()
+        self.is_wanted = due or grown
         maps = [each for each in taken if isinstance(each, HeapMap)]
         return maps, [each for each in taken if isinstance(each, Unavailable)], drawn
 
@@ -288,7 +289,7 @@ class Sampler:
         self._faults = faults
         self._look_s = look_s
         self.due = DueTimes(raise_s=0.0 if faults.raises else NEVER)
-        self.heaps = HeapMaps(settings.heap_map_s, faults, self.due)
+        self.heaps = HeapMaps(settings.heap_map_s, faults)
         self.traces = Traces(settings.trace_steps, faults, self.due, has_folder=has_folder)
         self.ring: deque[Stamp] = deque(maxlen=_RING)
         self._snapshots: deque[tuple[int, float, Snapshot]] = deque(maxlen=_RING)
