@@ -50,7 +50,13 @@ HELD = (
     Held((24, 8192, 2048), "bfloat16", "optax/_src/transform.py:273 (init_fn)", 9.0),
     Held((16, 2049), "int32", "data.py:31 (next_batch)", 0.1),
     Held((4096,), "float32", "train.py:131 (main)", 0.6, lambda step: step > 120),
-    Held((24, 2, 1024, 8192), "float32", "checkpoint.py:52 (copy_state)", 4.5, saving),
+    Held(
+        (24, 2, 1024, 8192),
+        "float32",
+        "checkpoint.py:52 (save.<locals>.copy_of_all_leaves)",
+        4.5,
+        saving,
+    ),
 )
 
 

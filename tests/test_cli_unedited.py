@@ -50,7 +50,7 @@ def test_a_step_is_found_and_planned_as_it_is_written(kind: str, tmp_path: Path,
     before = jax_functions()
     assert main(["plan", script, "--target", "cpu", "--budget", "2MiB"]) in (0, 3)
     told = capsys.readouterr().out
-    assert "Plan of train_step for attached" in told
+    assert "Plan of train_step for the attached devices" in told
     assert "Remat was not tried" not in told
     assert "full" in told.partition("What makes its peak")[0], "remat is among what was compiled"
     if "To train so:" in told:
@@ -339,7 +339,7 @@ def test_a_script_for_a_pod_is_told_how_it_is_planned_elsewhere(
     assert f"failed before its first step: {why}" in ran.stderr
     assert "name it behind the script: SCRIPT.py:function" in ran.stderr
     assert main(["plan", f"{script}:planned"]) == 0
-    assert capsys.readouterr().out.startswith("Plan of step for attached")
+    assert capsys.readouterr().out.startswith("Plan of step for the attached devices")
 
 
 METHOD = """

@@ -95,6 +95,17 @@ def test_an_event_stands_at_its_step_and_opens_its_card(browser: Browser, page: 
     assert "Pad the last batch, or drop it." in browser.run("return document.querySelector('.event-card').innerText")
 
 
+def test_a_mark_of_several_events_shows_how_many_and_one_event_its_number(browser: Browser, page: Path):
+    """ "2" for two events stood beside "3" for the third."""
+    try:
+        browser.resize(390, 900)
+        opened(browser, page)
+        marks = "return [...document.querySelectorAll('#time .event-mark text')].map(one => one.textContent)"
+        assert browser.wait_for(lambda: browser.run(marks)) == ["1", "3\u00d7"]
+    finally:
+        browser.resize(1480, 960)
+
+
 def test_it_is_zoomed_by_keys_and_shows_values(browser: Browser, page: Path):
     opened(browser, page)
 

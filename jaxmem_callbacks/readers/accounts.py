@@ -124,7 +124,7 @@ def _of_plan(record: PlanRecord, where: str) -> Account:
     return Account(
         form="plan",
         name=record.step,
-        hardware="the attached devices" if record.target == "attached" else record.target,
+        hardware=record.hardware,
         judged=judged,
         shown=parts_of(chosen, chosen.peak),
         batch={**batch_of(record.signature), **rows},

@@ -274,6 +274,11 @@ class PlanRecord:
         ]
         return None if need is None or not most else need - most[0]
 
+    @property
+    def hardware(self) -> str:
+        """What the plan is for, in words."""
+        return "the attached devices" if self.target == "attached" else self.target
+
     def need_of(self, candidate: Candidate) -> int | None:
         """What the device must hold: resident bytes and the largest program; None where its compiler reported no figure."""
         if candidate.need_bytes is not None or candidate.step_bytes is None:

@@ -280,7 +280,7 @@ def plan_model(record: PlanRecord, story: RunSummary | None = None) -> dict[str,
     latest, text = plan_row(record, compiled, measured and measured.bytes)
     return {
         "step": record.step,
-        "target": record.target,
+        "target": record.hardware,
         "devices": record.device_count,
         "mesh": record.mesh,
         "budget_bytes": record.budget_bytes,
@@ -315,7 +315,7 @@ def plan_page_model(record: PlanRecord, details: Sequence[Block]) -> dict[str, A
     if peak is not None:
         shown_as = peak_model(peak, "of the chosen candidate")
         run["programs"] = [{"name": record.step, "bytes": chosen.step_bytes, "peak": shown_as}]
-    title = f"Plan of {record.step} for {record.target}"
+    title = f"Plan of {record.step} for {record.hardware}"
     return clean({"format": FORMAT, "title": title, "summary": f"{record.reason}.", "runs": [run], "footer": ""})
 
 

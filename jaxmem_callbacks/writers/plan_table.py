@@ -29,7 +29,7 @@ def plan_json(record: PlanRecord) -> str:
 
 def _preface(record: PlanRecord) -> list[str]:
     devices = f" ({record.device_count} devices, mesh {mesh_words(record.mesh)})" if record.device_count > 1 else ""
-    lines = [f"Plan of {record.step} for {record.target}{devices}; bytes on one device, by its own compiler"]
+    lines = [f"Plan of {record.step} for {record.hardware}{devices}; bytes on one device, by its own compiler"]
     if record.budget_bytes is not None:
         lines.append(f"Budget {format_bytes(record.budget_bytes)}: {record.budget_reason}")
     else:

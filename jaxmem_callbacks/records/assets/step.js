@@ -100,6 +100,6 @@ function draw(view, chart, about, width, again) {
     else return;
     event.preventDefault();
   });
-  about.textContent = `${view.program.name}: ${whole(length)} instructions, the largest ${list.length} blocks are drawn${held ? `, above ${bytes(held)} of ${HELD}` : ""}.`;
+  about.textContent = `${view.program.name}: ${whole(length)} instructions, the largest ${list.length} blocks are drawn${held ? `, above ${bytes(held)} of ${HELD}` : ""}. The line is what is alive. A block is drawn at its place in the compiler\u2019s assignment, so it may be above the line.`;
   chart.replaceChildren(picture);
 }

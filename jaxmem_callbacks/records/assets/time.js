@@ -240,7 +240,9 @@ function draw(run, view, chart, keys, width, again, page) {
   // Events above all else: neighbours that would cover each other are one mark with their number.
   for (const group of clustered(run.events || [], spot, inside, x)) {
     const place = group.x, several = group.events.length > 1;
-    const words = several ? String(group.events.length) : String(group.events[0] + 1);
+    // A number alone is that of an event; how many are in one mark has a sign behind it.
+    const words = several ? `${short(group.events.length)}\u00d7` : short(group.events[0] + 1);
+    const room = Math.max(wide(words, 600, 11.5) + 10, 20);
     const marked = run.events[group.events[0]];
     const open = () => {
       const [low, high] = [spot(marked), spot(run.events[group.events[group.events.length - 1]])];
@@ -252,8 +254,8 @@ function draw(run, view, chart, keys, width, again, page) {
         onclick: open, onpointermove: event => tip(event, el("strong", {}, several ? `${group.events.length} events` : marked.title),
           ...group.events.slice(0, 4).map(number => `step ${whole(run.events[number].step)}: ${run.events[number].title}`),
           several ? "Click to look closer." : marked.message), onpointerleave: untip },
-      svg("rect", { x: place - (several ? 13 : 10), y: 4, width: several ? 26 : 20, height: 18, rx: 9, class: several ? "many" : null }),
-      svg("text", { x: place, y: 17, "text-anchor": "middle" }, words.length > 3 ? `${words.slice(0, -3)}k` : words)));
+      svg("rect", { x: place - room / 2, y: 4, width: room, height: 18, rx: 9, class: several ? "many" : null }),
+      svg("text", { x: place, y: 17, "text-anchor": "middle" }, words)));
   }
   for (const save of run.saves || []) {
     const [begun, ended] = view.by === "steps" ? save.steps : [save.from, save.to];
@@ -296,6 +298,10 @@ function stacked(arrays, by) {
     .sort((a, b) => Math.max(...b.bytes) - Math.max(...a.bytes));
   if (arrays.rest.some(size => size > 0)) found.push({ name: arrays.rest_count ? `${arrays.rest_count} smaller groups and the rest` : "smaller groups", bytes: arrays.rest, rest: true });
   return found;
+}
+
+function short(number) {
+  return number < 1000 ? String(number) : `${Math.floor(number / 1000)}k`;
 }
 
 function clustered(events, spot, inside, x) {
