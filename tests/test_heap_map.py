@@ -350,7 +350,7 @@ def test_without_a_logger_for_pictures_nothing_is_drawn():
 def test_the_figure_shows_groups_holes_and_what_is_left_out():
     buffers = rows((2**40, 2**28, "float32[8192,8192]"), (2**40 + 2**29, 2**28, "bfloat16[16,8192,1024]"))
     drawn = draw_heap(HeapMap(device="gpu:3", step=7, time_s=2.0, buffers=buffers, left_out_count=2, left_out_bytes=5))
-    assert (drawn.tag, drawn.step, drawn.width, drawn.height) == (HEAP_MAP, 7, 840, 600)
+    assert (drawn.tag, drawn.step, drawn.width, drawn.height) == (HEAP_MAP, 7, 700, 660)
     pixels = np.asarray(Image.open(io.BytesIO(drawn.png)).convert("RGB"))
     shares = [(pixels == colour).all(axis=-1).mean() for colour in ((31, 119, 180), (255, 127, 14), (228, 228, 228))]
     assert min(shares) > 0.1, "two groups and the hole between them"

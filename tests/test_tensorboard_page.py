@@ -162,8 +162,10 @@ def test_the_images_page_shows_memory_over_time(look: Look, browser: Browser, ru
     text = look("images", "memory/over_time", "memory/heap_map", f"step\n{run.last_step}")
     assert f"step\n{run.last_step}" in text
     widths = browser.wait_for(lambda: browser.run(_WIDTHS))
-    assert sorted(widths) == [840, 840, 1008, 1008], "all loaded: memory over time, heap map, and both plans' frontiers"
+    assert sorted(widths) == [700, 700, 1008, 1008], "all loaded: memory over time, heap map, and both plans' frontiers"
     assert "memory/heap_map" in text
+    shown = [part for width, part in browser.run(_SHOWN_WIDTHS) if width == 700]
+    assert min(shown) >= 0.49, "letters are drawn at twice the size that can be read"
 
 
 def test_the_scalars_say_what_they_are_and_from_where(look: Look, browser: Browser):
@@ -244,6 +246,18 @@ return found.length > 0;
 _POINTS_OF = """
 const points = tag => fetch('data/plugin/scalars/scalars?run=demo&tag=' + tag).then(answer => answer.json());
 return points"""
+# Of each picture its own width, and the part of it that TensorBoard shows it in.
+_SHOWN_WIDTHS = """
+const found = [];
+const walk = (node) => {
+  if (node.shadowRoot) walk(node.shadowRoot);
+  if (node.nodeName === 'IMG' && node.naturalWidth > 0)
+    found.push([node.naturalWidth, node.getBoundingClientRect().width / node.naturalWidth]);
+  node.childNodes.forEach(walk);
+};
+walk(document.body);
+return found;
+"""
 _WIDTHS = """
 const found = [];
 const walk = (node) => {

@@ -143,7 +143,7 @@ def test_tensorboard_shows_the_table_of_what_is_known(page):
 def test_tensorboard_shows_the_figure(page, picture: Picture):
     (image,) = page[1].Images("memory/over_time")
     assert (image.width, image.height) == (picture.width, picture.height)
-    assert Image.open(io.BytesIO(image.encoded_image_string)).size == (840, 600)
+    assert Image.open(io.BytesIO(image.encoded_image_string)).size == (700, 660)
 
 
 def test_a_point_before_the_first_step_is_shown_at_zero(tmp_path: Path):

@@ -16,8 +16,10 @@ from jaxmem_callbacks.records.units import GIB, MIB, format_bytes
 from jaxmem_callbacks.writers.events import event_title
 from jaxmem_callbacks.writers.protocol import Picture
 
-_SIZE = (840, 600)  # pixels; TensorBoard shows images at less than half this width, so the letters are large for it
-_DPI = 120
+# Pixels. TensorBoard shows a picture 350 pixels wide, and leaves out rows and columns for it: of each two just one. So letters
+# are of twice the size that can be read, and lines two pixels wide or more.
+_SIZE = (700, 660)
+_DPI = 175
 _COLUMNS, _ROWS = 64, 36
 _COLOURS = (
     *("#1f77b4", "#ff7f0e", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#bcbd22", "#17becf", "#d62728", "#5b6770"),
@@ -35,7 +37,7 @@ def draw_heap(heap: HeapMap) -> Picture | None:
     from matplotlib.figure import Figure
 
     on_host = heap.device.startswith("cpu")
-    layout = layout_of(heap.buffers, most_groups=7, apart_bytes=None if on_host else _FAR)
+    layout = layout_of(heap.buffers, most_groups=5, apart_bytes=None if on_host else _FAR)
     figure = Figure(figsize=(_SIZE[0] / _DPI, _SIZE[1] / _DPI), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
     axes: Any = figure.subplots()
@@ -87,17 +89,17 @@ def _list_groups(axes: Any, layout: HeapLayout, *, on_host: bool) -> None:
     handles = [
         Patch(
             color=_COLOURS[number % len(_COLOURS)],
-            label=f"{_short(group.label)}\n{group.count} x, {format_bytes(group.bytes)}",
+            label=f"{_short(group.label)}, {group.count} x, {format_bytes(group.bytes)}",
         )
         for number, group in enumerate(layout.groups)
     ]
-    words = "other memory\nof the process" if on_host else "no live array:\nfree or a program's"
+    words = "other memory of the process" if on_host else "no live array: free or a program's"
     handles.append(Patch(facecolor=_HOLE_COLOUR, edgecolor="#bbbbbb", label=words))
-    axes.legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize="small")
+    axes.figure.legend(handles=handles, loc="outside lower center", frameon=False, fontsize="small")
 
 
-def _short(label: str) -> str:
-    return label if len(label) <= _LONGEST else f"{label[: _LONGEST - 3]}..."
+def _short(label: str, longest: int = _LONGEST) -> str:
+    return label if len(label) <= longest else f"{label[: longest - 3]}..."
 
 
 TAG = "memory/over_time"
@@ -152,13 +154,13 @@ def draw_over_time(
 
     figure = Figure(figsize=(_SIZE[0] / _DPI, _SIZE[1] / _DPI), dpi=_DPI, layout="constrained")
     FigureCanvasAgg(figure)
-    device, host = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    device, host = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     _draw_device(device, points, limit_bytes, needs or {})
     _draw_line(host, points, HOST, GIB, label="host, resident", color="#7f7f7f")
     _shade(device, host, saves)
     _mark_events(device, host, events)
     _name_axes(figure, device, host)
-    several = "; of several devices the highest is named" if any(point.places for point in points) else ""
+    several = ";\nof several devices the highest is named" if any(point.places for point in points) else ""
     device.set_title(f"Highest value of each window; {_told(events)}{several}", fontsize="small", loc="left")
     file = io.BytesIO()
     figure.savefig(file, format="png")
@@ -173,10 +175,10 @@ def _draw_device(axes: Any, points: Sequence[Point], limit_bytes: int | None, ne
         _draw_line(axes, points, tag, unit, label=label + _place(points, tag), color=colour)
     largest = sorted(needs.items(), key=lambda item: -item[1])
     for number, (name, need) in enumerate(largest[:_MOST_PROGRAMS]):
-        axes.axhline(need / unit, linestyle=":", color=f"C{4 + number % 5}", label=f"{name} needs (compiler)")
+        axes.axhline(need / unit, linestyle=":", color=f"C{4 + number % 5}", label=f"{_short(name, 15)} needs")
     if limit_bytes is not None:
         axes.axhline(limit_bytes / unit, linestyle="--", color="#d62728", label="limit")
-    axes.set_ylabel("device, GiB" if unit == GIB else "device, MiB")
+    axes.set_ylabel("device, GiB" if unit == GIB else "device, MiB", fontsize="small")
 
 
 def _place(points: Sequence[Point], tag: str) -> str:
@@ -209,7 +211,7 @@ def _shade(device: Any, host: Any, saves: Iterable[CheckpointSave]) -> None:
 def _mark_events(device: Any, host: Any, events: Sequence[MemoryEvent]) -> None:
     named: set[EventKind] = set()
     for event in events:
-        label = None if event.kind in named else f"event: {event_title(event.kind).lower()}"
+        label = None if event.kind in named else event_title(event.kind).lower()
         named.add(event.kind)
         for axes in (device, host):
             style = {"color": EVENT_COLOURS.get(event.kind, "#000000"), "linewidth": 1.2, "alpha": 0.8}
@@ -217,16 +219,24 @@ def _mark_events(device: Any, host: Any, events: Sequence[MemoryEvent]) -> None:
 
 
 def _name_axes(figure: Any, device: Any, host: Any) -> None:
-    host.set_ylabel("host, GiB")
+    host.set_ylabel("host,\nGiB", fontsize="small")
     figure.align_ylabels()
-    host.set_xlabel("step")
+    host.set_xlabel("step", fontsize="small")
     for axes in (device, host):
         axes.set_ylim(0, axes.get_ylim()[1] * 1.05)
         axes.grid(visible=True, alpha=0.3)
+        axes.tick_params(labelsize="small")
     handles, labels = device.get_legend_handles_labels()
-    for ncols in (3, 2, 1) if handles else ():
+    for ncols in (2, 1) if handles else ():
         legend = figure.legend(
-            handles, labels, loc="outside upper center", ncols=ncols, frameon=False, fontsize="small"
+            handles,
+            labels,
+            loc="outside upper center",
+            ncols=ncols,
+            frameon=False,
+            fontsize="small",
+            handlelength=1.4,
+            columnspacing=1.0,
         )
         if ncols == 1 or legend.get_window_extent().width <= figure.bbox.width:
             break
