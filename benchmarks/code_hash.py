@@ -15,6 +15,7 @@ import ast
 import collections
 import functools
 import hashlib
+import itertools
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -167,7 +168,21 @@ def _definitions(module: str, text: str) -> list[Definition]:
                 pass
             case _:
                 _read(besides, statement, aliases)
-    return [*found, besides] if besides.tokens else found
+    if besides.tokens:
+        found.append(besides)
+    for each in found:
+        each.tokens = _joined(each.tokens)
+    return found
+
+
+def _joined(tokens: Iterable[str | Name]) -> list[str | Name]:
+    """The same with each stretch of words in one: a hash is of the words joined alike, and only the names change by the round."""
+    stretches = (list(each) for _, each in itertools.groupby(tokens, type))
+    return [
+        each
+        for words in stretches
+        for each in ([*words] if isinstance(words[0], Name) else ["\0".join(map(str, words))])
+    ]
 
 
 def _read(definition: Definition, tree: ast.AST, aliases: dict[str, str]) -> Definition:
