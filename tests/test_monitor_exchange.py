@@ -10,7 +10,7 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks._compat.coordination import shared_store
-from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, NAMES, across_scalars, figure_of
+from jaxmem_callbacks.analysis.figures import DERIVED, FIGURES, NAMES, across_scalars, figure_of, range_tags
 from jaxmem_callbacks.analysis.observation import Observation
 from jaxmem_callbacks.analysis.run_summary import MetricAvailability
 from jaxmem_callbacks.callbacks.cross_process import ProcessReport, ProcessReports
@@ -58,7 +58,7 @@ def test_lowest_mean_and_highest_name_the_process_in_whole_bytes():
     assert (across.step, across.processes, across.heard, across.silent) == (7, 2, 2, ())
     scalars = across_scalars(across)
     tag = "memory/processes/in_use_gib"
-    assert [scalars[place] for place in (tag, f"{tag}/min", f"{tag}/max")] == [2.75, 1.0, 5.0]
+    assert [scalars[place] for place in (tag, *range_tags(tag))] == [2.75, 1.0, 5.0]
 
 
 def test_what_was_highest_since_it_was_told_is_told_and_nothing_twice():
@@ -100,16 +100,16 @@ def test_every_figure_has_its_tag_meaning_and_chart():
     tags: list[str] = []
     for figure in NAMES.values():
         tag = f"memory/processes/{figure.tag.removeprefix('memory/')}"
-        found = figure_of(f"{tag}/max")
+        found = figure_of(range_tags(tag)[1])
         assert found is not None
         assert (found.tag, found.unit, found.source) == (tag, figure.unit, figure.source)
         assert "over all processes" in found.described()
-        tags += [tag, f"{tag}/min", f"{tag}/max"]
+        tags += [tag, *range_tags(tag)]
     assert figure_of("memory/processes/nothing_gib") is None
     charts = layout_of(tags)["All processes: min, mean, max"]
     assert charts["In use [GiB], from allocator"] == (
         "Multiline",
-        [f"^memory/processes/in_use_gib{end}$" for end in ("", "/min", "/max")],
+        [f"^{tag}$" for tag in ("memory/processes/in_use_gib", *range_tags("memory/processes/in_use_gib"))],
     )
 
 

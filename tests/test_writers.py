@@ -16,7 +16,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
-from jaxmem_callbacks.analysis.figures import Spread, Window
+from jaxmem_callbacks.analysis.figures import Spread, Window, range_tags
 from jaxmem_callbacks.analysis.observation import Metrics
 from jaxmem_callbacks.records.documents import Document, as_markdown
 from jaxmem_callbacks.records.runs import EventKind, Unavailable
@@ -57,8 +57,8 @@ def test_tensorboard_writes_one_file_that_is_on_disk_after_flush(page):
     assert file.name.endswith(".run1")
     assert sorted(read_back.Tags()["scalars"]) == [
         "memory/in_use_gib",
-        "memory/in_use_gib/max",
-        "memory/in_use_gib/min",
+        "memory_range/in_use_gib/max",
+        "memory_range/in_use_gib/min",
         "train/loss",
     ]
 
@@ -66,7 +66,7 @@ def test_tensorboard_writes_one_file_that_is_on_disk_after_flush(page):
 def test_tensorboard_scalars_carry_step_and_time(page):
     (scalar,) = page[1].Scalars("memory/in_use_gib")
     assert (scalar.step, scalar.wall_time, scalar.value) == (7, 1700000000.25, 2.0)
-    assert page[1].Scalars("memory/in_use_gib/max")[0].value == 4.0
+    assert page[1].Scalars("memory_range/in_use_gib/max")[0].value == 4.0
 
 
 def test_tensorboard_says_beside_each_chart_what_it_shows(page):
@@ -76,7 +76,9 @@ def test_tensorboard_says_beside_each_chart_what_it_shows(page):
         "Held by the allocator; in GiB, from the allocator's statistics (Device.memory_stats), at the moment of reading."
     )
     assert about.SerializeToString().endswith(about.summary_description.encode() + b"\x20\x01")
-    assert page[1].SummaryMetadata("memory/in_use_gib/max").summary_description.startswith("Highest of each window")
+    assert (
+        page[1].SummaryMetadata("memory_range/in_use_gib/max").summary_description.startswith("Highest of each window")
+    )
     assert "train/loss" not in page[1].summary_metadata, "what a user's metric means only the user knows"
 
 
@@ -89,7 +91,7 @@ def test_tensorboard_has_a_page_of_charts(page):
         "Training": ["The step's metrics, mean of each window"],
         "Range of each window: min, mean, max": ["In use [GiB], from allocator"],
     }
-    tags = ["memory/in_use_gib", "memory/in_use_gib/min", "memory/in_use_gib/max"]
+    tags = ["memory/in_use_gib", "memory_range/in_use_gib/min", "memory_range/in_use_gib/max"]
     assert list(layout.category[-1].chart[0].multiline.tag) == [f"^{tag}$" for tag in tags]
 
 
@@ -112,15 +114,16 @@ def test_charts_are_the_same_for_all_platforms_so_that_tensorboard_shows_them_on
     in_mib = layout_of([tag.replace("_gib", "_mib") for tag in cpu])
     assert list(in_mib["Device memory"]) == ["Against the limit, mean of each window [MiB]"]
     assert in_mib["Device memory"]["Against the limit, mean of each window [MiB]"][1][0] == "^memory/limit_mib$"
-    ranged = layout_of([f"memory/in_use_mib{end}" for end in ("", "/min", "/max")])[
-        "Range of each window: min, mean, max"
-    ]
+    ranged = layout_of(["memory/in_use_mib", *range_tags("memory/in_use_mib")])["Range of each window: min, mean, max"]
     assert list(ranged) == ["In use [MiB], from allocator"]
     _, patterns = layout_of(["train/loss"])["Training"]["The step's metrics, mean of each window"]
-    assert [bool(re.match(patterns[0], tag)) for tag in ("train/loss", "train/a/b", "train/loss/max", "memory/x")] == [
+    assert [
+        bool(re.match(patterns[0], tag))
+        for tag in ("train/loss", "train/a/b", "train/loss/max", "train_range/loss/max")
+    ] == [
         True,
         True,
-        False,
+        True,
         False,
     ]
 

@@ -21,7 +21,12 @@ from jaxmem_callbacks.writers.figures import draw_over_time
 from jaxmem_callbacks.writers.protocol import CollectingWriter
 from tests.sample_records import EVENT, READING, TABLE, WINDOW, points
 
-SCALARS = {"memory/in_use_gib": 2.0, "memory/in_use_gib/min": 1.0, "memory/in_use_gib/max": 4.0, "train/loss": 0.5}
+SCALARS = {
+    "memory/in_use_gib": 2.0,
+    "memory_range/in_use_gib/min": 1.0,
+    "memory_range/in_use_gib/max": 4.0,
+    "train/loss": 0.5,
+}
 
 
 def assert_is_a_drawing(images: list[Any], where: tuple[int, str]) -> None:
@@ -29,7 +34,7 @@ def assert_is_a_drawing(images: list[Any], where: tuple[int, str]) -> None:
     ((step, drawn),) = images
     ((tag, pixels),) = drawn.items()
     assert (step, tag) == where
-    assert (pixels.shape, str(pixels.dtype)) == ((1, 600, 840, 3), "uint8")
+    assert (pixels.shape, str(pixels.dtype)) == ((1, 660, 700, 3), "uint8")
     assert pixels[0, 0, 0].tolist() == [255, 255, 255]
     assert (pixels == [0xD6, 0x27, 0x28]).all(axis=-1).any(), "the limit"
 
@@ -82,7 +87,7 @@ def test_the_real_tensorboardx(tmp_path: Path):
     assert {tag: read_back.Scalars(tag)[0].value for tag in read_back.Tags()["scalars"]} == SCALARS
     assert read_back.Scalars("train/loss")[0].step == 7
     assert sorted(read_back.Tags()["tensors"]) == ["memory/events/text_summary", "memory/known_here/text_summary"]
-    assert read_back.Images("memory/over_time")[0].width == 840
+    assert read_back.Images("memory/over_time")[0].width == 700
 
 
 class Flax:
@@ -108,7 +113,7 @@ def test_flax():
     logger = Flax()
     writer = as_writer(logger)
     writer.write(draw_over_time(points(), []))
-    assert logger.calls.pop() == ("memory/over_time", (600, 840, 3), 9)
+    assert logger.calls.pop() == ("memory/over_time", (660, 700, 3), 9)
     writer.write(WINDOW)
     writer.write(EVENT)
     writer.flush()
@@ -229,7 +234,7 @@ def test_wandb_shows_events_and_pictures_by_its_own_classes(monkeypatch: pytest.
     writer.write(draw_over_time(points(), []))
     (row,) = run.rows.values()
     assert row["memory/events"].startswith("<pre>**Near out of memory**")
-    assert row["memory/over_time"].data.shape == (600, 840, 3)
+    assert row["memory/over_time"].data.shape == (660, 700, 3)
     package.run = run
     package.log = run.log
     as_writer(package).write(WINDOW)
@@ -357,7 +362,7 @@ def test_comet():
     ((step, text),) = experiment.texts
     assert (step, text.splitlines()[0]) == (EVENT.step, "memory/events")
     assert "Near out of memory" in text
-    assert experiment.images == [(9, "memory/over_time", (600, 840, 3))]
+    assert experiment.images == [(9, "memory/over_time", (660, 700, 3))]
 
 
 class Mlflow(ModuleType):

@@ -6,6 +6,7 @@ The one table of tags; docs/figures.md explains them to readers, and description
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, final
@@ -309,11 +310,29 @@ _IN_GIB = (*FIGURES, *DERIVED, *map(over_processes, (*FIGURES, *DERIVED)), *NAME
 _KNOWN = (*_IN_GIB, *(in_unit(figure, "MiB") for figure in _IN_GIB if figure.unit == "GiB"))
 
 
+def range_tags(tag: str) -> tuple[str, str]:
+    """The tags of the lowest and the highest: in a group of their own, so that a page of scalars begins with the figures.
+
+    ``memory/in_use_gib`` has ``memory_range/in_use_gib/min`` and ``memory_range/in_use_gib/max``.
+    """
+    group, slash, rest = tag.partition("/")
+    return f"{group}{_RANGE}{slash}{rest}/min", f"{group}{_RANGE}{slash}{rest}/max"
+
+
+def end_of(tag: str) -> str:
+    """``min`` or ``max``, where a tag is one of `range_tags`; else empty."""
+    return tag.rpartition("/")[2] if _OF_RANGE.match(tag) else ""
+
+
+_RANGE = "_range"
+_OF_RANGE = re.compile(rf"^([^/]*){_RANGE}(/.*)/m(?:in|ax)$")
+
+
 def figure_of(tag: str) -> Figure | None:
-    """The figure under a scalar's tag in either unit, ``/min`` and ``/max`` included; None for what is not this library's."""
-    plain = tag.removesuffix("/min").removesuffix("/max")
+    """The figure under a scalar's tag in either unit, lowest and highest included; None for what is not this library's."""
+    plain = _OF_RANGE.sub(r"\1\2", tag)
     for figure in _KNOWN:
-        if plain == figure.tag or (figure.tag.endswith("/") and tag.startswith(figure.tag)):
+        if plain == figure.tag or (figure.tag.endswith("/") and plain.startswith(figure.tag)):
             return figure
     return None
 
@@ -337,7 +356,7 @@ def byte_unit(platform: str, limit_bytes: int | None) -> ByteUnit:
 def tag_in(tag: str, unit: ByteUnit) -> str:
     """The tag under which writers get what the library keeps under a tag in GiB."""
     figure = figure_of(tag)
-    return tag if figure is None else in_unit(figure, unit).tag + tag[len(figure.tag) :]
+    return tag if figure is None or in_unit(figure, unit) == figure else tag.replace("_gib", "_mib", 1)
 
 
 _BYTES = {"GiB": "bytes", "MiB": "bytes", "arrays": "count", "share": "share"}
@@ -360,7 +379,7 @@ def across_scalars(across: AcrossProcesses) -> dict[str, float]:
     for name, each in across.figures.items():
         if (figure := NAMES.get(name)) is not None:  # another version of this library may know more
             tag = over_processes(figure).tag
-            ends = ((tag, each.mean), (f"{tag}/min", each.low), (f"{tag}/max", each.high))
+            ends = zip((tag, *range_tags(tag)), (each.mean, each.low, each.high), strict=True)
             flat |= {place: value / figure.divisor for place, value in ends}
     return flat
 
@@ -399,13 +418,12 @@ class Window:
     ranged: frozenset[str] = frozenset()
 
     def scalars(self) -> dict[str, float]:
-        """Flat tags: the mean under the tag itself, ``tag/min`` and ``tag/max`` beside it for tags that range."""
+        """Flat tags: the mean under the tag itself, and under `range_tags` the lowest and the highest for tags that range."""
         flat: dict[str, float] = {}
         for tag, spread in self.spreads.items():
             flat[tag] = spread.mean
             if tag in self.ranged:
-                flat[f"{tag}/min"] = spread.low
-                flat[f"{tag}/max"] = spread.high
+                flat |= zip(range_tags(tag), (spread.low, spread.high), strict=True)
         return flat
 
 

@@ -116,10 +116,10 @@ class MemoryMonitor:
     microseconds: it waits for no device, transfers nothing, compiles nothing and holds metric scalars for two steps at most. A
     part that fails is named once on stderr and switched off.
 
-    Tags: ``memory/..._gib``, on the CPU ``..._mib`` (mean of a window; ``/min`` and ``/max`` where values differed),
-    ``train/<metric>``, ``memory/events``, ``memory/known_here``, ``memory/checkpoint_saves``, ``memory/over_time``,
-    ``memory/heap_map``; of a plan ``plan/frontier``, ``plan/candidates``, ``plan/where_figures_come_from``,
-    ``memory/planned_gib/<step>``. docs/figures.md explains each.
+    Tags: ``memory/..._gib``, on the CPU ``..._mib`` (mean of a window; where values differed,
+    ``memory_range/.../min`` and ``/max``), ``train/<metric>``, ``memory/events``, ``memory/known_here``,
+    ``memory/checkpoint_saves``, ``memory/over_time``, ``memory/heap_map``; of a plan ``plan/frontier``,
+    ``plan/candidates``, ``plan/where_figures_come_from``, ``memory/planned_gib/<step>``. docs/figures.md explains each.
 
     Args:
         preset: A ``Preset``, its name (several joined by ``+``) or path, ``MonitorSettings``, or None for the defaults.

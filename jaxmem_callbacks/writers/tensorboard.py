@@ -28,9 +28,11 @@ from jaxmem_callbacks.analysis.figures import (
     ByteUnit,
     Figure,
     Window,
+    end_of,
     figure_of,
     in_unit,
     over_processes,
+    range_tags,
     tag_in,
 )
 from jaxmem_callbacks.records.documents import Document, as_markdown
@@ -99,7 +101,7 @@ def layout_of(tags: Collection[str]) -> Layout:
 
 def _ranges(tags: Collection[str], figures: Iterable[Figure]) -> Iterator[tuple[str, Chart]]:
     for figure in figures:
-        tags_of_range = [figure.tag, f"{figure.tag}/min", f"{figure.tag}/max"]
+        tags_of_range = [figure.tag, *range_tags(figure.tag)]
         short = _SHORT.get(figure.tag.replace(PROCESSES, "memory/").replace("_mib", "_gib"))
         if short and all(tag in tags for tag in tags_of_range):
             chart = _MULTILINE, list(map(_pattern, tags_of_range))
@@ -107,8 +109,8 @@ def _ranges(tags: Collection[str], figures: Iterable[Figure]) -> Iterator[tuple[
 
 
 def _pattern(tag: str) -> str:
-    """The regular expression of a tag, or of all that begin so, without the ends of ranges."""
-    return rf"^{re.escape(tag)}(?!.*/(min|max)$)" if tag.endswith("/") else f"^{re.escape(tag)}$"
+    """The regular expression of a tag, or of all that begin so."""
+    return f"^{re.escape(tag)}{'' if tag.endswith('/') else '$'}"
 
 
 # `data_class: DATA_CLASS_SCALAR`, a field that tensorboardX's copy of the format lacks. Without it TensorBoard's data server
@@ -183,15 +185,15 @@ def _text(tag: str, words: str) -> Summary:
     return text(printable(tag), printable(words))
 
 
+_ENDS = {"min": "Lowest of each window and all devices. ", "max": "Highest of each window and all devices. "}
+
+
 def _described(tag: str) -> SummaryMetadata | None:
     """What TensorBoard shows of a tag beside its chart; it takes the first one it meets."""
     figure = figure_of(tag)
     if figure is None:
         return None
-    end = tag.rpartition("/")[2]
-    which = {"min": "Lowest of each window and all devices. ", "max": "Highest of each window and all devices. "}.get(
-        end, ""
-    )
+    which = _ENDS.get(end_of(tag), "")
     scalars = SummaryMetadata.PluginData(plugin_name="scalars")
     metadata = SummaryMetadata(summary_description=f"{which}{figure.described()}", plugin_data=scalars)
     return SummaryMetadata.FromString(metadata.SerializeToString() + _IS_SCALAR)
