@@ -82,8 +82,8 @@ def test_a_range_is_shown_only_for_what_ranged():
     assert windows.close(0, 0.0).scalars() == {
         "still": 1.0,
         "of/moving": 2.0,
-        "of_range/moving/min": 1.0,
-        "of_range/moving/max": 3.0,
+        "window/of/moving/min": 1.0,
+        "window/of/moving/max": 3.0,
         "limit": 8.0,
     }
 
@@ -119,7 +119,7 @@ def test_a_runs_tags_have_one_unit():
     one = Spread(low=0.5, mean=0.5, high=0.5, count=1)
     tags = {
         "memory/in_use_gib": "memory/in_use_mib",
-        "memory_range/processes/in_use_gib/max": "memory_range/processes/in_use_mib/max",
+        "window/memory/processes/in_use_gib/max": "window/memory/processes/in_use_mib/max",
         "memory/program_gib/a_gib": "memory/program_mib/a_gib",
     }
     others = dict.fromkeys(("memory/live_arrays_count", "memory/fragmentation_share", "train/a_gib"), one)
@@ -332,8 +332,8 @@ def test_a_range_that_is_only_rounding_is_none():
 
 
 def test_a_scalars_tag_leads_to_its_figure():
-    assert figure_of("memory_range/in_use_gib/max") is FIGURES[0]
-    for tag in ("memory/program_gib/max", "memory_range/program_gib/max/min"):
+    assert figure_of("window/memory/in_use_gib/max") is FIGURES[0]
+    for tag in ("memory/program_gib/max", "window/memory/program_gib/max/min"):
         assert figure_of(tag).tag == "memory/program_gib/", "of a program that is named so"
     assert figure_of("train/loss") is None
     assert figure_of("memory/host_gib").described() == (

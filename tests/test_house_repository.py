@@ -14,7 +14,7 @@ import jaxmem_callbacks as jm
 
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
-TAGS = ("memory/", "plan/", "train/")  # what TensorBoard shows, no files
+TAGS = ("memory/", "plan/", "train/", "window/")  # what TensorBoard shows, no files
 WRITTEN_BY_RUNS = ("runs/", "results/gpu_check.json")  # the second needs a GPU
 # Put together here, so that this file does not contain what it looks for.
 MACHINE_PATHS = [f"/{name}/".replace("_", "") for name in ("ho_me", "ro_ot", "wo_rk", "Us_ers")]

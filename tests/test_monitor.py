@@ -221,7 +221,7 @@ def test_devices_that_never_held_an_array_do_not_pull_the_mean_down():
         assert monitor.sample(0)["memory/live_arrays_gib"] == 4.0
         monitor.flush()
         assert monitor.sample(1)["memory/live_arrays_gib"] == 3.0
-        assert monitor.sample(1)["memory_range/live_arrays_gib/max"] == 4.0
+        assert monitor.sample(1)["window/memory/live_arrays_gib/max"] == 4.0
         monitor.flush()
         assert monitor.sample(2)["memory/live_arrays_gib"] == 2.0
 

@@ -319,5 +319,5 @@ def test_of_four_processes_a_dead_one_holds_up_no_hook(tmp_path: Path):
     highest = max(
         line["figures"]["live_arrays_bytes"]["high"] for line in told if "live_arrays_bytes" in line["figures"]
     )
-    shown = max(point.value for point in page.Scalars("memory_range/processes/live_arrays_mib/max"))
+    shown = max(point.value for point in page.Scalars("window/memory/processes/live_arrays_mib/max"))
     assert shown * 2**20 == pytest.approx(highest)

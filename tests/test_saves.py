@@ -125,7 +125,7 @@ def test_the_peak_of_a_save_is_what_each_file_of_the_run_shows(run: Run) -> None
         f"{format_bytes(high)} ({format_bytes(before)} before) |"
     )
     # A window has a maximum beside its mean only where its values differ.
-    tags = {"memory/host_mib", "memory_range/host_mib/max"} & set(page.Tags()["scalars"])
+    tags = {"memory/host_mib", "window/memory/host_mib/max"} & set(page.Tags()["scalars"])
     shown = max(point.value for tag in tags for point in page.Scalars(tag) if point.step >= 19)
     assert round(shown * MIB) >= high * (1 - 1e-6)
     (story,) = stories_of(run.folder)

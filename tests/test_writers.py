@@ -57,16 +57,16 @@ def test_tensorboard_writes_one_file_that_is_on_disk_after_flush(page):
     assert file.name.endswith(".run1")
     assert sorted(read_back.Tags()["scalars"]) == [
         "memory/in_use_gib",
-        "memory_range/in_use_gib/max",
-        "memory_range/in_use_gib/min",
         "train/loss",
+        "window/memory/in_use_gib/max",
+        "window/memory/in_use_gib/min",
     ]
 
 
 def test_tensorboard_scalars_carry_step_and_time(page):
     (scalar,) = page[1].Scalars("memory/in_use_gib")
     assert (scalar.step, scalar.wall_time, scalar.value) == (7, 1700000000.25, 2.0)
-    assert page[1].Scalars("memory_range/in_use_gib/max")[0].value == 4.0
+    assert page[1].Scalars("window/memory/in_use_gib/max")[0].value == 4.0
 
 
 def test_tensorboard_says_beside_each_chart_what_it_shows(page):
@@ -77,7 +77,7 @@ def test_tensorboard_says_beside_each_chart_what_it_shows(page):
     )
     assert about.SerializeToString().endswith(about.summary_description.encode() + b"\x20\x01")
     assert (
-        page[1].SummaryMetadata("memory_range/in_use_gib/max").summary_description.startswith("Highest of each window")
+        page[1].SummaryMetadata("window/memory/in_use_gib/max").summary_description.startswith("Highest of each window")
     )
     assert "train/loss" not in page[1].summary_metadata, "what a user's metric means only the user knows"
 
@@ -91,7 +91,7 @@ def test_tensorboard_has_a_page_of_charts(page):
         "Training": ["The step's metrics, mean of each window"],
         "Range of each window: min, mean, max": ["In use [GiB], from allocator"],
     }
-    tags = ["memory/in_use_gib", "memory_range/in_use_gib/min", "memory_range/in_use_gib/max"]
+    tags = ["memory/in_use_gib", "window/memory/in_use_gib/min", "window/memory/in_use_gib/max"]
     assert list(layout.category[-1].chart[0].multiline.tag) == [f"^{tag}$" for tag in tags]
 
 
@@ -119,7 +119,7 @@ def test_charts_are_the_same_for_all_platforms_so_that_tensorboard_shows_them_on
     _, patterns = layout_of(["train/loss"])["Training"]["The step's metrics, mean of each window"]
     assert [
         bool(re.match(patterns[0], tag))
-        for tag in ("train/loss", "train/a/b", "train/loss/max", "train_range/loss/max")
+        for tag in ("train/loss", "train/a/b", "train/loss/max", "window/train/loss/max")
     ] == [
         True,
         True,

@@ -23,8 +23,8 @@ from tests.sample_records import EVENT, READING, TABLE, WINDOW, points
 
 SCALARS = {
     "memory/in_use_gib": 2.0,
-    "memory_range/in_use_gib/min": 1.0,
-    "memory_range/in_use_gib/max": 4.0,
+    "window/memory/in_use_gib/min": 1.0,
+    "window/memory/in_use_gib/max": 4.0,
     "train/loss": 0.5,
 }
 

@@ -6,7 +6,6 @@ The one table of tags; docs/figures.md explains them to readers, and description
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, final
@@ -311,26 +310,24 @@ _KNOWN = (*_IN_GIB, *(in_unit(figure, "MiB") for figure in _IN_GIB if figure.uni
 
 
 def range_tags(tag: str) -> tuple[str, str]:
-    """The tags of the lowest and the highest: in a group of their own, so that a page of scalars begins with the figures.
+    """The tags of the lowest and the highest of each window: in a group of their own, which TensorBoard shows after the figures.
 
-    ``memory/in_use_gib`` has ``memory_range/in_use_gib/min`` and ``memory_range/in_use_gib/max``.
+    ``memory/in_use_gib`` has ``window/memory/in_use_gib/min`` and ``window/memory/in_use_gib/max``.
     """
-    group, slash, rest = tag.partition("/")
-    return f"{group}{_RANGE}{slash}{rest}/min", f"{group}{_RANGE}{slash}{rest}/max"
+    return f"{_RANGE}{tag}/min", f"{_RANGE}{tag}/max"
 
 
 def end_of(tag: str) -> str:
     """``min`` or ``max``, where a tag is one of `range_tags`; else empty."""
-    return tag.rpartition("/")[2] if _OF_RANGE.match(tag) else ""
+    return tag.rpartition("/")[2] if tag.startswith(_RANGE) else ""
 
 
-_RANGE = "_range"
-_OF_RANGE = re.compile(rf"^([^/]*){_RANGE}(/.*)/m(?:in|ax)$")
+_RANGE = "window/"
 
 
 def figure_of(tag: str) -> Figure | None:
     """The figure under a scalar's tag in either unit, lowest and highest included; None for what is not this library's."""
-    plain = _OF_RANGE.sub(r"\1\2", tag)
+    plain = tag.removeprefix(_RANGE).removesuffix(f"/{end_of(tag)}")
     for figure in _KNOWN:
         if plain == figure.tag or (figure.tag.endswith("/") and plain.startswith(figure.tag)):
             return figure

@@ -117,7 +117,7 @@ class MemoryMonitor:
     part that fails is named once on stderr and switched off.
 
     Tags: ``memory/..._gib``, on the CPU ``..._mib`` (mean of a window; where values differed,
-    ``memory_range/.../min`` and ``/max``), ``train/<metric>``, ``memory/events``, ``memory/known_here``,
+    ``window/memory/.../min`` and ``/max``), ``train/<metric>``, ``memory/events``, ``memory/known_here``,
     ``memory/checkpoint_saves``, ``memory/over_time``, ``memory/heap_map``; of a plan ``plan/frontier``,
     ``plan/candidates``, ``plan/where_figures_come_from``, ``memory/planned_gib/<step>``. docs/figures.md explains each.
 
