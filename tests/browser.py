@@ -97,6 +97,37 @@ class Browser:
         """Run JavaScript in the page and return what it returns."""
         return self._call("POST", "/execute/sync", {"script": script, "args": list(arguments)})
 
+    def press(self, *keys: str) -> None:
+        """Press keys one after the other: what has the focus gets them."""
+        strokes = [{"type": kind, "value": _KEYS.get(key, key)} for key in keys for kind in ("keyDown", "keyUp")]
+        self._act({"type": "key", "id": "keys", "actions": strokes})
+
+    def drag(self, start: tuple[float, float], end: tuple[float, float], *, holding: str = "") -> None:
+        """Press the mouse at one place of the window and release it at another, in pixels; a click where both are one."""
+        moves = [
+            {"type": "pointerMove", "x": round(start[0] + share * (end[0] - start[0])), "y": round(end[1])}
+            for share in (0.25, 0.5, 1.0)
+        ]
+        first = {"type": "pointerMove", "x": round(start[0]), "y": round(start[1])}
+        pressed, released = {"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0}
+        mouse = {"type": "pointer", "id": "mouse", "actions": [first, pressed, *moves, released]}
+        if not holding:
+            self._act(mouse)
+            return
+        waits = [{"type": "pause"}] * 4
+        key = {"value": _KEYS[holding]}
+        held = [{"type": "keyDown", **key}, *waits, {"type": "pause"}, {"type": "keyUp", **key}]
+        mouse["actions"].append({"type": "pause"})
+        self._act({"type": "key", "id": "keys", "actions": held}, mouse)
+
+    def click(self, selector: str) -> None:
+        """Click in the middle of the first element of this kind, which is brought into the window."""
+        place = self.run(_MIDDLE, selector)
+        self.drag(place, place)
+
+    def _act(self, *sources: dict[str, Any]) -> None:
+        self._call("POST", "/actions", {"actions": list(sources)})
+
     def text(self) -> str:
         """The text of the whole page, shadow trees included."""
         return self.run(_ALL_TEXT)
@@ -163,6 +194,14 @@ def click_through(browser: Browser, page: str = "const page = document;") -> dic
     return browser.run(f"{page}\n{_CLICK_THROUGH}")
 
 
+_KEYS = {"Tab": "\ue004", "Enter": "\ue007", "Shift": "\ue008", "Escape": "\ue00c"}
+_KEYS |= {"ArrowLeft": "\ue012", "ArrowUp": "\ue013", "ArrowRight": "\ue014", "ArrowDown": "\ue015"}
+_MIDDLE = """
+const node = document.querySelector(arguments[0]);
+node.scrollIntoView({block: 'center', behavior: 'instant'});
+const box = node.getBoundingClientRect();
+return [box.x + box.width / 2, box.y + box.height / 2];
+"""
 _LEAST_CONTRAST = 4.5  # WCAG 2, level AA, for text of a page's usual size
 _ALL_TEXT = """
 const seen = [];
@@ -215,6 +254,7 @@ for (let at = 0; at < Math.min(done.cells, 8); at += 1) {
   point(all('.cell')[at], 'pointermove');
   fire(all('.cell')[at], 'click');
   fire(page.querySelector('.cell'), 'click');
+  press(page.querySelector('.treemap'), 'Escape');
 }
 turned('points', '#plan circle', circle => fire(circle, 'click'));
 turned('heaps', 'canvas', canvas => { press(canvas, 'ArrowDown'); point(canvas, 'pointermove'); });

@@ -237,6 +237,18 @@ def test_a_step_is_saved_for_perfetto(browser: Browser, address: str, runs: Path
     assert ours(browser.errors()) == []
 
 
+def lead_from_a_buffer_to_its_block_and_back(browser: Browser) -> None:
+    focused = "return document.activeElement.closest('#peak .cell, #step .block')?.getAttribute('aria-label')"
+    browser.run("document.querySelector('#peak .group.s3 .cell').focus()")
+    browser.press("Enter")
+    buffer = browser.run(focused)
+    browser.press("Enter")
+    size, unit, operation = browser.run(focused).split(" ", 2)
+    assert buffer.endswith(f" {operation} {size} {unit}"), "the buffer of the treemap is a block within the step"
+    browser.press("Enter")
+    assert browser.run(focused) == buffer
+
+
 def test_both_reports_are_used_from_a_file(browser: Browser, runs: Path):
     (failure,) = (runs / "failed-oom").glob("*/report.html")
     assert main(["report", str(runs / "eight"), "-o", str(runs.parent / "eight.html")]) == 0
@@ -248,6 +260,8 @@ def test_both_reports_are_used_from_a_file(browser: Browser, runs: Path):
         assert browser.wait_for(lambda: browser.run("return document.querySelector('#time svg') !== null"))
         assert click_through(browser)["figures"] >= 1
         assert "live arrays" in browser.run("return document.querySelector('#time').innerText")
+        if "Within a step" in views:
+            lead_from_a_buffer_to_its_block_and_back(browser)
         assert browser.errors() == []
 
 

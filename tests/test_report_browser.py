@@ -129,6 +129,32 @@ def test_it_is_zoomed_by_keys_and_shows_values(browser: Browser, page: Path):
     assert steps() == whole
 
 
+def test_links_lead_from_one_view_to_another(browser: Browser, page: Path):
+    """By mouse and by keyboard; the address stays as it was."""
+    opened(browser, page)
+    before = browser.run("return [location.href, history.length]")
+    name = "return document.querySelector('#time .here-name').textContent"
+    marks = "[...document.querySelectorAll('#time .event-mark')]"
+    browser.run("document.querySelectorAll('.event-card')[3].querySelector('summary').focus()")
+    browser.press("Enter", "Tab", "Enter")
+    assert browser.run(name) == "step 260"
+    assert "in use" in browser.run("return document.querySelector('.tip:not([hidden])').innerText")
+    here, mark = browser.run(
+        "const middle = node => { const box = node.getBoundingClientRect(); return box.x + box.width / 2; };"
+        f"return [middle(document.querySelector('#time .here')), middle({marks}.pop())]"
+    )
+    assert here == pytest.approx(mark, abs=2)
+    browser.click(".tile .link")
+    assert browser.run("return document.activeElement.closest('.view').id") == "peak"
+    assert "train_step" in browser.run("return document.querySelector('#peak .crumbs').innerText")
+    browser.run("document.querySelector('#heap canvas').focus()")
+    browser.press("ArrowDown", "ArrowDown", "Enter")
+    assert browser.run(name) == "step 90"
+    assert count(browser, "#time .here") == 1
+    assert browser.run("return [location.href, history.length]") == before
+    assert browser.errors() == []
+
+
 def test_the_treemap_opens_a_group_and_compares_programs(browser: Browser, page: Path):
     opened(browser, page)
     browser.run(

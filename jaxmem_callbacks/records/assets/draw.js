@@ -156,7 +156,14 @@ export function switches(label, choices, chosen, pick) {
 export function choose(label, choices, chosen, pick) {
   const list = el("select", { "aria-label": label, onchange: () => pick(choices[list.selectedIndex][0]) },
     choices.map(([value, words]) => el("option", { selected: value === chosen }, words)));
-  return el("label", { class: "choose" }, el("span", {}, label), list);
+  const whole = el("label", { class: "choose" }, el("span", {}, label), list);
+  whole.pick = value => { list.selectedIndex = choices.findIndex(([one]) => one === value); pick(value); };
+  return whole;
+}
+
+// Words that lead to another place of the page.
+export function link(words, go) {
+  return el("button", { type: "button", class: "link", onclick: go }, words);
 }
 
 // Blocks of a document: sentences, tables, lists and lines to paste.
@@ -174,7 +181,7 @@ export function blocks(list, level = 3) {
 }
 
 export function table({ columns = [], rows, sides = [], bars = null }) {
-  const cell = value => value && value.to ? el("a", { href: `#${value.to}` }, value.text) : broken(value);
+  const cell = value => value instanceof Node ? value : value && value.to ? el("a", { href: `#${value.to}` }, value.text) : broken(value);
   const style = (value, at) => [sides[at] === "right" ? "right" : "", String(value).length < 12 ? "short" : ""].filter(Boolean).join(" ") || null;
   const two = columns.length === 2;
   return el("div", { class: "scroll" }, el("table", { class: two ? "facts" : columns.length === 1 ? "text" : null },

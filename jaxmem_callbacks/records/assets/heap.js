@@ -4,7 +4,7 @@ import { bytes, el, scale, sized, swatch, tip, untip, whole } from "./draw.js";
 
 const ROW = 30, GAP = 14, LABEL = 140;
 
-export function theHeap(run) {
+export function theHeap(run, page) {
   const heaps = run.heaps || [];
   if (!heaps.length) return el("p", { class: "soft" }, "No map of live arrays was taken: addresses are known on GPUs and CPUs, after some seconds.");
   const totals = new Map();
@@ -13,7 +13,8 @@ export function theHeap(run) {
   const style = label => labels.indexOf(label) < 9 && !/other kinds$/.test(label) ? `s${labels.indexOf(label)}` : "rest";
   const fullest = heaps.reduce((best, heap) => heap.held_bytes > best.held_bytes ? heap : best);
   const host = el("div", { class: "chart" });
-  sized(host, width => draw(heaps, fullest, style, host, width));
+  const go = (run.curves || []).length ? heap => page.go(run, "time", heap) : null;
+  sized(host, width => draw(heaps, fullest, style, host, width, go));
   const keys = el("ul", { class: "keys" }, labels.slice(0, 10).map(label => el("li", {}, swatch(style(label)), `${label} ${bytes(totals.get(label))}`)),
     el("li", {}, swatch("hole"), "hole"));
   const last = heaps[heaps.length - 1];
@@ -22,7 +23,7 @@ export function theHeap(run) {
     fullest.left_out_bytes ? ` Arrays of ${bytes(fullest.left_out_bytes)} were still being computed, and have no address yet.` : ""), host, keys);
 }
 
-function draw(heaps, fullest, style, host, width) {
+function draw(heaps, fullest, style, host, width, go) {
   const narrow = width < 560, left = narrow ? 0 : LABEL;
   const room = width - left - 2;
   const most = Math.max(...heaps.map(heap => heap.regions.reduce((sum, region) => sum + region.bytes, 0)), 1);
@@ -30,7 +31,7 @@ function draw(heaps, fullest, style, host, width) {
   const height = heaps.length * row + 4;
   const ratio = window.devicePixelRatio || 1;
   const canvas = el("canvas", { width: width * ratio, height: height * ratio, role: "img", tabindex: 0,
-    "aria-label": `Maps of live arrays at ${heaps.length} moments. Up and down go through them.` });
+    "aria-label": `Maps of live arrays at ${heaps.length} moments. Up and down go through them${go ? ", Enter shows the moment over time" : ""}.` });
   canvas.style.width = `${width}px`;
   canvas.style.height = `${height}px`;
   const pen = canvas.getContext("2d");
@@ -42,7 +43,7 @@ function draw(heaps, fullest, style, host, width) {
     spots.length = 0;
     heaps.forEach((heap, number) => {
       const top = number * row + (narrow ? 16 : 2);
-      pen.fillStyle = heap === fullest ? ink("--ink") : ink("--soft");
+      pen.fillStyle = ink(go ? "--link" : heap === fullest ? "--ink" : "--soft");
       pen.font = `${heap === fullest ? "600 " : ""}12px system-ui, sans-serif`;
       const words = `step ${whole(heap.step)}${heap === fullest ? ", the most" : heap === heaps[heaps.length - 1] ? ", the last" : ""}`;
       pen.fillText(words, narrow ? 0 : 2, narrow ? top - 4 : top + ROW / 2 + 4);
@@ -69,7 +70,14 @@ function draw(heaps, fullest, style, host, width) {
   const repaint = () => { if (canvas.isConnected) paint(); };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
   document.addEventListener("memory:scheme", repaint);
+  // The words of a row lead to its moment.
+  const named = event => {
+    const box = canvas.getBoundingClientRect(), number = Math.floor((event.clientY - box.top) / row), below = event.clientY - box.top - number * row;
+    return go && (narrow ? below < 16 : event.clientX - box.left < left) ? heaps[number] : undefined;
+  };
+  canvas.addEventListener("click", event => { if (named(event)) go(named(event)); });
   canvas.addEventListener("pointermove", event => {
+    canvas.style.cursor = named(event) ? "pointer" : "";
     const box = canvas.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
     const spot = spots.find(one => x >= one.from && x <= one.to && y >= one.top && y <= one.top + ROW);
     if (!spot) { untip(); return; }
@@ -81,13 +89,14 @@ function draw(heaps, fullest, style, host, width) {
   canvas.addEventListener("blur", untip);
   canvas.addEventListener("keydown", event => {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (event.key === "Enter" && chosen >= 0 && go) go(heaps[chosen]);
     if (!step) return;
     event.preventDefault();
     chosen = (chosen + step + heaps.length) % heaps.length;
     const heap = heaps[chosen], box = canvas.getBoundingClientRect();
     tip({ clientX: box.left + left + 20, clientY: box.top + chosen * row }, el("strong", {}, `step ${whole(heap.step)}`),
       `${bytes(heap.held_bytes)} held, ${bytes(heap.hole_bytes)} in holes, the largest ${bytes(heap.largest_hole_bytes)}`,
-      ...heap.groups.slice(0, 5).map(group => el("div", {}, swatch(style(group.label)), group.label, el("b", {}, bytes(group.bytes)))));
+      ...heap.groups.slice(0, 5).map(group => el("div", {}, swatch(style(group.label)), group.label, el("b", {}, bytes(group.bytes)))), go ? el("div", { class: "apart" }, "Enter shows this moment over time.") : null);
   });
   host.replaceChildren(canvas);
 }

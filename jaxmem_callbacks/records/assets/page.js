@@ -1,6 +1,6 @@
 // The page: which runs are shown, and the sections of each, side by side.
 
-import { blocks, bytes, clock, el, percent, sized, swatch, switches, table, whole, wide } from "./draw.js";
+import { blocks, bytes, clock, el, link, percent, sized, swatch, switches, table, untip, whole, wide } from "./draw.js";
 import { overTime } from "./time.js";
 import { colour, whatMakesThePeak } from "./peak.js";
 import { withinAStep } from "./step.js";
@@ -29,7 +29,10 @@ export function show(root, { title, entries, footer, notes = [] }) {
     if (!kept.has(key)) kept.set(key, initial);
     return kept.get(key);
   };
-  const page = { entries, picked: [], runs: [], showEvent, again, keep };
+  // Each view says how it shows one thing of its run; `go` is the way there from every other view.
+  const ways = new WeakMap();
+  const shows = (run, view, way) => ways.set(run, { ...ways.get(run), [view]: way });
+  const page = { entries, picked: [], runs: [], again, keep, shows, go };
   const first = entries.find(entry => entry.first) || entries[entries.length - 1];
   if (first) page.picked = [first];
 
@@ -83,16 +86,14 @@ export function show(root, { title, entries, footer, notes = [] }) {
       el("p", { class: "soft" }, "A name shows one run; boxes put up to three side by side."));
   }
 
-  function showEvent(run, number) {
-    const list = page.keep(run, "events", { kind: null, shown: EVENTS_AT_ONCE });
-    list.kind = null;
-    list.shown = Math.max(list.shown, number + 5);
-    const host = document.querySelector(`[data-events="${page.runs.indexOf(run)}"]`);
-    host.replaceWith(theEvents(run, page));
-    const card = document.getElementById(`event-${page.runs.indexOf(run)}-${number}`);
-    card.open = true;
-    card.scrollIntoView({ block: "center" });
-    card.querySelector("summary").focus({ preventScroll: true });
+  // To one thing of a view: it is shown there, is in the middle of the window and has the focus. The address stays, which is TensorBoard's.
+  function go(run, view, what) {
+    const node = ways.get(run)?.[view]?.(what);
+    if (!node) return;
+    untip();
+    node.scrollIntoView({ block: "center", behavior: "instant" });
+    node.focus({ preventScroll: true });
+    node.dispatchEvent(new Event("arrived"));
   }
 
   again();
@@ -108,7 +109,9 @@ function atAGlance(run, page) {
   const tiles = [
     glance.high ? ["highest use", bytes(glance.high.bytes), `${glance.high.what}, ${glance.high.device}, ${glance.high.step < 0 ? "before the first step" : `step ${whole(glance.high.step)}`}`] : null,
     glance.limit_bytes && glance.high ? headroom(glance) : null,
-    glance.program ? ["needs most", bytes(glance.program.bytes), `${glance.program.name}, by its compiler${glance.limit_bytes ? `: ${share(glance.program.bytes, glance.limit_bytes)}` : ""}`] : null,
+    glance.program ? ["needs most", bytes(glance.program.bytes), [programs.some(one => one.name === glance.program.name && one.peak && one.peak.bytes > 0)
+      ? link(glance.program.name, () => page.go(run, "peak", { program: glance.program.name })) : glance.program.name,
+    `, by its compiler${glance.limit_bytes ? `: ${share(glance.program.bytes, glance.limit_bytes)}` : ""}`]] : null,
     run.events && (run.events.length || !run.open) ? ["events", whole(run.events.length + (run.elsewhere || []).length), kinds(run.events)] : null,
   ].filter(Boolean);
   return el("div", { class: "glance" },
@@ -116,8 +119,7 @@ function atAGlance(run, page) {
     room(glance, programs[0]),
     el("div", { class: "tiles" }, tiles.map(([name, value, words]) => el("div", { class: "tile" }, el("span", { class: "soft" }, name), el("b", {}, value), el("span", { class: "soft" }, words)))),
     glance.first ? el("p", { class: "act" }, el("strong", {}, "What to do first: "), glance.first.action,
-      glance.first.event === null || glance.first.event === undefined ? null : [" ", el("button", { type: "button", class: "link", onclick: () => page.showEvent(run, glance.first.event) },
-        `${glance.first.title}, event ${glance.first.event + 1}`)]) : null,
+      glance.first.event === null || glance.first.event === undefined ? null : [" ", link(`${glance.first.title}, event ${glance.first.event + 1}`, () => page.go(run, "events", glance.first.event))]) : null,
     el("p", { class: "soft sentence" }, run.sentence));
 }
 
@@ -183,15 +185,23 @@ function theEvents(run, page) {
   const index = page.runs.indexOf(run);
   const all = run.events.map((event, number) => ({ event, number }));
   const titles = [...new Set(run.events.map(event => event.title))];
-  const host = el("div", { "data-events": index });
+  const host = el("div", {});
   const list = el("div", {}), state = page.keep(run, "events", { kind: null, shown: EVENTS_AT_ONCE });
   const refill = () => {
     const chosen = all.filter(({ event }) => !state.kind || event.title === state.kind);
     const most = state.shown;
-    list.replaceChildren(...chosen.slice(0, most).map(({ event, number }) => card(event, number, `event-${index}-${number}`, chosen.length === 1)),
+    list.replaceChildren(...chosen.slice(0, most).map(({ event, number }) => card(event, number, `event-${index}-${number}`, chosen.length === 1,
+      (run.curves || []).length ? link("Show it over time", () => page.go(run, "time", event)) : null)),
       ...(chosen.length > most ? [el("button", { type: "button", onclick: () => { state.shown = most + 100; refill(); } },
         `${whole(chosen.length - most)} more`)] : []), ...(chosen.length ? [] : [el("p", {}, "None.")]));
   };
+  page.shows(run, "events", number => {
+    Object.assign(state, { kind: null, shown: Math.max(state.shown, number + 5) });
+    host.replaceWith(theEvents(run, page));
+    const shown = document.getElementById(`event-${index}-${number}`);
+    shown.open = true;
+    return shown.querySelector("summary");
+  });
   refill();
   host.append(titles.length > 1 ? el("div", { class: "controls" }, switches("kind of event", [[null, "all"], ...titles.map(title => [title, title])], state.kind,
     value => { state.kind = value; refill(); })) : "", list);
@@ -202,9 +212,9 @@ function theEvents(run, page) {
   return host;
 }
 
-function card(event, number, id, open) {
+function card(event, number, id, open, place) {
   return el("details", { class: "event-card", id, open }, el("summary", {}, el("b", {}, `${number + 1}. ${event.title} at step ${whole(event.step)}`),
-    el("span", { class: "soft" }, ` ${event.device}`)), event.details ? blocks(event.details) : el("p", {}, event.message));
+    el("span", { class: "soft" }, ` ${event.device}`)), place, event.details ? blocks(event.details) : el("p", {}, event.message));
 }
 
 // Details, and last what is unknown

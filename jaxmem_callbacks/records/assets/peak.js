@@ -1,6 +1,6 @@
 // What makes the peak: a treemap of groups down to buffers, the largest of them in a table, and two programs side by side.
 
-import { bytes, choose, el, fit, percent, put, signed, sized, svg, swatch, table, tip, untip, whole, wide } from "./draw.js";
+import { bytes, choose, el, fit, link, percent, put, signed, sized, svg, swatch, table, tip, untip, whole, wide } from "./draw.js";
 
 // Group -> class of its colour; what is not named takes a grey.
 const COLOURS = {
@@ -10,6 +10,28 @@ const COLOURS = {
 
 export function colour(group) {
   return COLOURS[group] || "rest";
+}
+
+const ALIKE = ["group", "operation", "shape", "bytes", "source"];
+
+// A value among others: of those that look the same there, the one that has the same place among them as it has in its own list.
+function twin(value, own, others) {
+  const alike = list => list.filter(one => ALIKE.every(key => one[key] === value[key]));
+  const found = alike(others);
+  return found[alike(own).indexOf(value) % found.length];
+}
+
+function atThePeak({ step }) {
+  return step ? step.blocks.filter(block => block.first <= step.peak_at && step.peak_at <= block.last) : [];
+}
+
+// The block of the schedule that is a buffer of the peak, and the reverse; undefined where there is none.
+export function blockOf(program, buffer) {
+  return twin(buffer, program.peak.buffers, atThePeak(program));
+}
+
+export function bufferOf(program, block) {
+  return program.peak ? twin(block, atThePeak(program), program.peak.buffers) : undefined;
 }
 
 export function whatMakesThePeak(run, page) {
@@ -27,17 +49,25 @@ export function whatMakesThePeak(run, page) {
   const beside = el("div", {});
   const head = el("div", { class: "crumbs" });
   let width = 0;
+  let cells = new Map();
+  const go = buffer => page.go(run, "step", { program: view.program, block: blockOf(view.program, buffer) });
   const again = () => {
-    if (width) draw(view, map, head, width, again);
-    describe(view, about, again);
+    if (width) cells = draw(view, map, head, width, again, go);
+    describe(view, about, again, go);
     beside.replaceChildren(view.against ? grown(view.program, view.against) : "");
   };
-  sized(map, now => { width = now; draw(view, map, head, width, again); });
+  sized(map, now => { width = now; cells = draw(view, map, head, width, again, go); });
   const others = page.runs.flatMap(other => (other.programs || []).filter(one => one.peak && !(other === run && one === view.program))
     .map(one => [one, `${other === run ? "" : `${other.name}: `}${one.name}`]));
+  const pick = value => { view.program = value; view.group = null; again(); };
+  const list = programs.length > 1 ? choose("program", programs.map(one => [one, `${one.name}, ${bytes(one.bytes ?? one.peak.bytes)}`]), view.program, pick) : { pick };
+  page.shows(run, "peak", ({ program, buffer }) => {
+    list.pick(programs.find(one => one.name === program));
+    if (buffer) { view.group = buffer.group; again(); }
+    return cells.get(buffer) || map.querySelector(".cell");
+  });
   const controls = programs.length < 2 && !others.length ? null : el("div", { class: "controls" },
-    programs.length > 1 ? choose("program", programs.map(one => [one, `${one.name}, ${bytes(one.bytes ?? one.peak.bytes)}`]), view.program,
-      value => { view.program = value; view.group = null; again(); }) : null,
+    list instanceof Node ? list : null,
     others.length ? choose("compared with", [[null, "nothing"], ...others], null, value => { view.against = value; again(); }) : null);
   again();
   return el("div", {}, controls, head, map, about, beside);
@@ -58,12 +88,12 @@ function tree(peak) {
   }).filter(group => group.bytes > 0).sort((a, b) => b.bytes - a.bytes);
 }
 
-function draw(view, map, head, width, again) {
+function draw(view, map, head, width, again, go) {
   const peak = view.program.peak, groups = tree(peak);
   const shown = view.group ? groups.filter(group => group.name === view.group) : groups;
   const height = Math.round(Math.min(Math.max(width * 0.42, 260), 430));
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height });
-  const cells = [];
+  const cells = [], known = new Map();
   for (const [group, box] of squarified(shown, { x: 0, y: 0, width, height })) {
     const headed = box.height > 46 && box.width > 70 ? 20 : 0;
     const part = svg("g", { class: `group ${colour(group.name)}` });
@@ -82,13 +112,22 @@ function draw(view, map, head, width, again) {
         more.slice(0, Math.max(Math.floor((cell.height - 22) / 15), 0)).forEach((text, number) =>
           node.append(svg("text", { class: "second", x: cell.x + 7, y: cell.y + 31 + 15 * number }, text)));
       }
+      // In an opened group a buffer leads to its block within the step, and what has none closes the group.
+      const leads = view.group && !buffer.rest && blockOf(view.program, buffer);
+      known.set(buffer, node);
       const words = event => tip(event, el("strong", {}, `${bytes(buffer.bytes)}, ${percent(buffer.bytes / peak.bytes)} of the peak`),
-        el("div", {}, swatch(colour(group.name)), group.name), buffer.shape, buffer.operation, buffer.source, buffer.why);
+        el("div", {}, swatch(colour(group.name)), group.name), buffer.shape, buffer.operation, buffer.source, buffer.why,
+        leads ? el("div", { class: "apart" }, "Click shows it within the step.") : null);
       node.addEventListener("pointermove", words);
       node.addEventListener("pointerleave", untip);
       node.addEventListener("focus", () => words({ target: node }));
       node.addEventListener("blur", untip);
-      node.addEventListener("click", () => { untip(); view.group = view.group ? null : group.name; again(); });
+      node.addEventListener("click", () => {
+        untip();
+        if (leads) { go(buffer); return; }
+        view.group = view.group ? null : group.name;
+        again();
+      });
       cells.push(node);
       part.append(node);
     }
@@ -98,7 +137,10 @@ function draw(view, map, head, width, again) {
     const at = cells.indexOf(document.activeElement);
     const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
     if (step && at >= 0) cells[(at + step + cells.length) % cells.length].focus();
-    else if (event.key === "Enter" && at >= 0) { cells[at].dispatchEvent(new Event("click")); map.querySelector(".cell")?.focus(); }
+    else if (event.key === "Enter" && at >= 0) {
+      cells[at].dispatchEvent(new Event("click"));
+      if (document.activeElement === document.body) map.querySelector(".cell")?.focus();
+    }
     else if (event.key === "Escape" && view.group) { view.group = null; again(); map.querySelector(".cell")?.focus(); }
     else return;
     event.preventDefault();
@@ -107,6 +149,7 @@ function draw(view, map, head, width, again) {
   put(head, el("button", { type: "button", class: "quiet", disabled: !view.group, onclick: () => { view.group = null; again(); } },
     view.program.name), ...(view.group ? [" \u203a ", el("strong", {}, view.group)] : []),
   el("span", { class: "soft" }, `  ${bytes(shown.reduce((sum, group) => sum + group.bytes, 0))}${peak.source ? `, ${peak.source}` : ""}`));
+  return known;
 }
 
 // The words of a cell, the most telling first: what it is, how large, its shape, its line.
@@ -133,12 +176,12 @@ function short(shape) {
   return (shape || "").replace(/\{[^{}]*\}/g, "").replace(/\/\*.*?\*\//g, "");
 }
 
-function describe(view, about, again) {
+function describe(view, about, again, go) {
   const { peak, ...program } = view.program;
   const groups = tree(peak);
   const rows = (view.group ? groups.filter(group => group.name === view.group) : groups).flatMap(group => group.children)
     .filter(buffer => !buffer.rest).sort((a, b) => b.bytes - a.bytes).slice(0, 12)
-    .map(buffer => [bytes(buffer.bytes), percent(buffer.bytes / peak.bytes), buffer.group, short(buffer.shape), buffer.operation || "", (buffer.source || "").split("/").pop()]);
+    .map(buffer => [bytes(buffer.bytes), percent(buffer.bytes / peak.bytes), buffer.group, short(buffer.shape), blockOf(view.program, buffer) ? link(buffer.operation || "in the step", () => go(buffer)) : buffer.operation || "", (buffer.source || "").split("/").pop()]);
   const keys = el("ul", { class: "keys" }, groups.map(group => el("li", {}, el("button", { type: "button", "aria-pressed": String(!view.group || view.group === group.name),
     onclick: () => { view.group = view.group === group.name ? null : group.name; again(); } },
   swatch(colour(group.name)), `${group.name} ${bytes(group.bytes)}, ${percent(group.bytes / peak.bytes)}`))));

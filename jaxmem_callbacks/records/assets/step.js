@@ -1,7 +1,7 @@
 // Within a step: bytes over the program's schedule, and each large block with its line.
 
 import { bytes, choose, el, scale, sized, svg, swatch, switches, ticks, tip, untip, whole } from "./draw.js";
-import { colour } from "./peak.js";
+import { bufferOf, colour } from "./peak.js";
 import { saveTrace, savesFiles } from "./perfetto.js";
 
 const HELD = "arguments, results and constants";
@@ -15,17 +15,22 @@ export function withinAStep(run, page) {
   const chart = el("div", { class: "chart" });
   const about = el("p", { class: "soft", role: "status" });
   let width = 0;
-  const again = () => { if (width) draw(view, chart, about, width, again); };
+  let nodes = new Map();
+  const go = block => page.go(run, "peak", { program: view.program.name, buffer: bufferOf(view.program, block) });
+  const again = () => { if (width) nodes = draw(view, chart, about, width, again, go); };
   sized(chart, now => { width = now; again(); });
+  const pick = value => { Object.assign(view, { program: value, from: null, to: null }); again(); };
+  const list = programs.length > 1 ? choose("program", programs.map(one => [one, one.name]), view.program, pick) : { pick };
+  page.shows(run, "step", ({ program, block }) => { list.pick(program); return nodes.get(block); });
   return el("div", {}, el("div", { class: "controls" },
-    programs.length > 1 ? choose("program", programs.map(one => [one, one.name]), view.program, value => { Object.assign(view, { program: value, from: null, to: null }); again(); }) : null,
+    list instanceof Node ? list : null,
     switches("vertical axis", [[false, "temporaries"], [true, "all memory"]], view.whole, value => { view.whole = value; again(); }),
     el("button", { type: "button", class: "quiet", onclick: () => { view.from = view.to = null; again(); } }, "Whole step"),
     savesFiles() ? el("button", { type: "button", class: "quiet", title: "This step as a file that ui.perfetto.dev and chrome://tracing open", onclick: () => saveTrace(view.program) }, "Save for Perfetto") : null,
     el("span", { class: "hint" }, "Drag to zoom. A block is a value, from where it is made to its last use.")), chart, about);
 }
 
-function draw(view, chart, about, width, again) {
+function draw(view, chart, about, width, again, go) {
   const { length, blocks: list, curve, held_bytes: held, peak_at: peakAt } = view.program.step;
   const from = view.from ?? 0, to = Math.max(view.to ?? length, from + 1);
   const height = width < 560 ? 280 : 380, floor = height - BOTTOM;
@@ -45,17 +50,25 @@ function draw(view, chart, about, width, again) {
   }
   const points = curve.map(([at, size], number) => `${number ? "H" : "M"}${clip(at).toFixed(1)}${number ? "V" : " "}${y(size).toFixed(1)}`).join("");
   picture.append(svg("path", { class: "area in-use", d: `${points}H${clip(length)}V${floor}H${clip(0)}Z` }));
+  const known = new Map();
   const nodes = list.filter(block => block.last >= from && block.first <= to).map(block => {
     const left = clip(block.first), right = clip(block.last + 1);
     const tall = Math.max(y(block.base) - y(block.base + block.bytes), 0.5);
     const node = svg("g", { class: `block ${colour(block.group)}`, tabindex: -1, role: "button", "aria-label": `${bytes(block.bytes)} ${block.operation || block.shape}` },
       svg("rect", { x: left, y: y(block.base + block.bytes), width: Math.max(right - left, 0.8), height: tall }));
+    const leads = bufferOf(view.program, block);
+    known.set(block, node);
     const words = event => tip(event, el("strong", {}, bytes(block.bytes)), el("div", {}, swatch(colour(block.group)), block.group), block.shape, block.operation, block.source,
-      `from instruction ${whole(block.first)} to ${whole(block.last)}`);
+      `from instruction ${whole(block.first)} to ${whole(block.last)}`,
+      leads ? el("div", { class: "apart" }, "Click shows it in what makes the peak.") : null);
     node.addEventListener("pointermove", words);
     node.addEventListener("pointerleave", untip);
     node.addEventListener("focus", () => words({ target: node }));
     node.addEventListener("blur", untip);
+    if (leads) {
+      node.addEventListener("click", () => go(block));
+      node.addEventListener("keydown", event => { if (event.key === "Enter") go(block); });
+    }
     return node;
   });
   const over = [];
@@ -102,4 +115,5 @@ function draw(view, chart, about, width, again) {
   });
   about.textContent = `${view.program.name}: ${whole(length)} instructions, the largest ${list.length} blocks are drawn${held ? `, above ${bytes(held)} of ${HELD}` : ""}. The line is what is alive. A block is drawn at its place in the compiler\u2019s assignment, so it may be above the line.`;
   chart.replaceChildren(picture);
+  return known;
 }

@@ -21,12 +21,17 @@ export function overTime(run, page) {
   const devices = [...new Set(onDevice.map(curve => curve.device))];
   const forward = curves.every(curve => curve.steps.every((step, at) => at === 0 || step >= curve.steps[at - 1]));
   const view = page.keep(run, "time", { by: forward ? "steps" : "times", device: fullest(run, devices), stack: "line",
-    hidden: new Set(["pool_bytes"]), from: null, to: null });
+    hidden: new Set(["pool_bytes"]), from: null, to: null, here: null });
   const keys = el("ul", { class: "keys" });
   const chart = el("div", { class: "chart" });
   let width = 0;
   const again = () => { if (width) draw(run, view, chart, keys, width, again, page); };
   sized(chart, now => { width = now; again(); });
+  page.shows(run, "time", ({ step, time_s }) => {
+    Object.assign(view, { from: null, to: null, here: { step, time_s } });
+    again();
+    return chart.querySelector("svg");
+  });
   const controls = el("div", { class: "controls" },
     devices.length > 1 ? choose("device", [[EVERY, EVERY], ...devices.map(name => [name, name])], view.device,
       value => { view.device = value; again(); }) : null,
@@ -34,7 +39,7 @@ export function overTime(run, page) {
       value => { view.by = value; view.from = view.to = null; again(); }) : null,
     run.arrays ? switches("live arrays", [["line", "by line"], ["type", "by type"]], view.stack,
       value => { view.stack = value; again(); }) : null,
-    el("button", { type: "button", class: "quiet", onclick: () => { view.from = view.to = null; again(); } }, "Whole run"),
+    el("button", { type: "button", class: "quiet", onclick: () => { view.from = view.to = view.here = null; again(); } }, "Whole run"),
     el("span", { class: "hint" }, "Drag to zoom. Arrow keys, + and \u2212 work too."));
   return el("div", {}, controls, chart, keys);
 }
@@ -157,9 +162,16 @@ function draw(run, view, chart, keys, width, again, page) {
   }
 
   // Cursor and zoom.
+  const moment = place => view.by === "steps" ? `step ${whole(Math.round(place))}` : `after ${clock(place - begin)}`;
   const cursor = svg("line", { class: "cursor", y1: TOP, y2: floor, visibility: "hidden" });
   const chosen = svg("rect", { class: "chosen", y: TOP, height: floor - TOP, visibility: "hidden" });
   const cover = svg("rect", { class: "cover", x: LEFT, y: TOP, width: width - LEFT - RIGHT, height: floor - TOP });
+  if (view.here && inside(spot(view.here))) {
+    picture.place = spot(view.here);
+    const across = x(picture.place), left = across > width / 2;
+    picture.append(svg("line", { class: "here", x1: across, x2: across, y1: TOP, y2: floor }),
+      svg("text", { class: "level-name here-name", x: across + (left ? -5 : 5), y: TOP + 12, "text-anchor": left ? "end" : "start" }, moment(picture.place)));
+  }
   picture.append(chosen, cursor, cover);
   const values = place => {
     const near = record => nearest(record, at, place);
@@ -188,10 +200,11 @@ function draw(run, view, chart, keys, width, again, page) {
     cursor.setAttribute("x1", x(place));
     cursor.setAttribute("x2", x(place));
     cursor.setAttribute("visibility", "visible");
-    tip(event, el("strong", {}, view.by === "steps" ? `step ${whole(Math.round(place))}` : `after ${clock(place - begin)}`), values(place));
+    tip(event, el("strong", {}, moment(place)), values(place));
     picture.place = place;
   };
   const zoom = (low, high) => { view.from = Math.max(low, first); view.to = Math.min(high, last); again(); chart.querySelector("svg").focus({ preventScroll: true }); };
+  picture.addEventListener("arrived", () => point({ target: cursor }, picture.place));
   let pressed = null;
   const across = event => x.back(event.clientX - picture.getBoundingClientRect().left);
   cover.addEventListener("pointerdown", event => { pressed = across(event); cover.setPointerCapture(event.pointerId); });
@@ -232,7 +245,7 @@ function draw(run, view, chart, keys, width, again, page) {
     else if (event.key === "Enter" && (run.events || []).length) {
       const number = run.events.reduce((best, one, at) =>
         Math.abs(spot(one) - place) < Math.abs(spot(run.events[best]) - place) ? at : best, 0);
-      page.showEvent(run, number);
+      page.go(run, "events", number);
     } else return;
     event.preventDefault();
   });
@@ -247,7 +260,7 @@ function draw(run, view, chart, keys, width, again, page) {
     const open = () => {
       const [low, high] = [spot(marked), spot(run.events[group.events[group.events.length - 1]])];
       if (several && high > low && x(high) - x(low) > 1) zoom(low - (high - low) * 0.1, high + (high - low) * 0.1);
-      else page.showEvent(run, group.events[0]);
+      else page.go(run, "events", group.events[0]);
     };
     picture.append(svg("line", { class: "event-line", x1: place, x2: place, y1: TOP, y2: floor }),
       svg("g", { class: "event-mark", role: "button", tabindex: -1, "aria-label": `${marked.title} at step ${marked.step}`,
