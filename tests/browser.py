@@ -235,17 +235,18 @@ all('nav a').forEach(link => link.click());
 all('details').forEach(one => { one.open = true; });
 const turned = (name, selector, use) => {
   done[name] = all(selector).length;
-  for (let at = 0; at < all(selector).length; at += 1) use(all(selector)[at]);
+  for (let at = 0; at < all(selector).length; at += 1) use(all(selector)[at], () => all(selector)[at]);
 };
 turned('lists', '.view select', list => {
   for (let at = 0; at < list.options.length; at += 1) { list.selectedIndex = at; fire(list, 'change'); }
   list.selectedIndex = 0; fire(list, 'change');
 });
 turned('switches', '.switches button', button => button.click());
+turned('lenses', '.lens button', button => button.click());
 turned('keys', '.keys button', button => { button.click(); });
 turned('keys', '.keys button', button => { button.click(); });
-turned('figures', 'svg[tabindex], .treemap', figure => {
-  for (const key of ['ArrowRight', 'ArrowLeft', '+', '-', 'Enter', 'Escape']) press(figure, key);
+turned('figures', 'svg[tabindex], .treemap', (_, figure) => {
+  for (const key of ['ArrowRight', 'ArrowLeft', '+', '-', 'Enter', 'Escape']) press(figure(), key);
 });
 turned('covers', '.cover', cover => { point(cover, 'pointermove'); point(cover, 'pointerleave'); });
 turned('blocks', '.block', block => { point(block, 'pointermove'); point(block, 'pointerleave'); });

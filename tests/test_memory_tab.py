@@ -245,6 +245,7 @@ def lead_from_a_buffer_to_its_block_and_back(browser: Browser) -> None:
     browser.press("Enter")
     size, unit, operation = browser.run(focused).split(" ", 2)
     assert buffer.endswith(f" {operation} {size} {unit}"), "the buffer of the treemap is a block within the step"
+    assert browser.run("return document.querySelectorAll('#step .around').length") == 1
     browser.press("Enter")
     assert browser.run(focused) == buffer
 

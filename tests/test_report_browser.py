@@ -110,9 +110,8 @@ def test_it_is_zoomed_by_keys_and_shows_values(browser: Browser, page: Path):
     opened(browser, page)
 
     def key(name: str) -> None:
-        browser.run(
-            "document.querySelector('#time svg').dispatchEvent(new KeyboardEvent('keydown', {key: arguments[0]}))", name
-        )
+        browser.run("document.querySelector('#time svg').focus()")
+        browser.press(name)
 
     def steps() -> list[str]:
         return browser.run(
@@ -127,6 +126,54 @@ def test_it_is_zoomed_by_keys_and_shows_values(browser: Browser, page: Path):
     assert steps() != whole
     key("Escape")
     assert steps() == whole
+
+
+_SEEN = """
+const seen = id => {
+  const ticks = [...document.querySelectorAll(`#${id} .tick[text-anchor=middle]`)].map(one => one.textContent);
+  return id === 'heap' ? document.querySelector('#heap canvas').toDataURL() : ticks.join();
+};
+return seen(arguments[0]);
+"""
+
+
+@pytest.mark.parametrize(("view", "arrows"), [("time", 130), ("plan", 6), ("heap", 1)])
+def test_a_figure_is_zoomed_and_moved_by_mouse_keys_and_buttons(browser: Browser, page: Path, view: str, arrows: int):
+    opened(browser, page)
+    figure = f"#{view} .chart > :is(svg, canvas)"
+    assert browser.wait_for(lambda: count(browser, figure))
+    x, y, width = browser.run(
+        "const node = document.querySelector(arguments[0]); node.scrollIntoView({block: 'center', behavior: 'instant'});"
+        "const box = node.getBoundingClientRect(); return [box.x, box.y + box.height / 2, box.width]",
+        figure,
+    )
+
+    def seen() -> str:
+        return browser.run(_SEEN, view)
+
+    def pressed(key: str) -> str:
+        browser.run("document.querySelector(arguments[0]).focus({preventScroll: true})", figure)
+        browser.press(key)
+        return seen()
+
+    whole = seen()
+    browser.drag((x + 0.5 * width, y), (x + 0.7 * width, y))
+    zoomed = seen()
+    assert zoomed != whole
+    browser.drag((x + 0.5 * width, y), (x + 0.6 * width, y), holding="Shift")
+    moved = seen()
+    assert moved not in (whole, zoomed)
+    browser.click(f"#{view} .lens [aria-label=later]")
+    assert seen() not in (whole, moved)
+    assert pressed("Escape") == whole
+    assert pressed("+") != whole
+    assert pressed("-") == whole
+    browser.click(f"#{view} .lens [aria-label='zoom in']")
+    zoomed = seen()
+    browser.run("document.querySelector(arguments[0]).focus({preventScroll: true})", figure)
+    browser.press(*["ArrowRight"] * arrows)
+    assert seen() not in (whole, zoomed), "past its edge the figure moves along"
+    assert browser.errors() == []
 
 
 def test_links_lead_from_one_view_to_another(browser: Browser, page: Path):

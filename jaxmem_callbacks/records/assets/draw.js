@@ -95,6 +95,106 @@ export function sized(node, draw) {
   return node;
 }
 
+// The long axis of a figure, which is zoomed and moved: by dragging, wheel, keys and buttons, in all figures alike. `view` keeps `from`,
+// `to` (null: all of it) and `here`, a place that is marked. A drawing begins with `over`, the ends of the axis, and gives its scale to `on`.
+export function lens(host, view, again, all) {
+  const shade = el("div", { class: "chosen" });
+  let first = 0, last = 1, least = 1, x = null, pressed = null;
+  const set = (low, high) => {
+    const span = Math.min(Math.max(high - low, least), last - first), middle = (low + high) / 2;
+    const begin = Math.min(Math.max(middle - span / 2, first), last - span);
+    [view.from, view.to] = span < last - first ? [begin, begin + span] : [null, null];
+    const focused = host.contains(document.activeElement);
+    again();
+    if (focused && !host.contains(document.activeElement)) host.querySelector("[tabindex='0']")?.focus({ preventScroll: true });
+  };
+  const ends = () => [view.from ?? first, view.to ?? last];
+  const zoom = (factor, place) => {
+    const [from, to] = ends(), at = place >= from && place <= to ? place : (from + to) / 2;
+    set(at - (at - from) * factor, at + (to - at) * factor);
+  };
+  const move = share => { const [from, to] = ends(), by = share * (to - from); set(from + by, to + by); };
+  const reset = () => { view.here = null; set(first, last); };
+  const actions = [["\u2039", "earlier", () => move(-0.5)], ["\u2212", "zoom out", () => zoom(2, self.place)],
+    ["+", "zoom in", () => zoom(0.5, self.place)], ["\u203a", "later", () => move(0.5)], [all, all, reset]];
+  const buttons = actions.map(([words, title, act]) => el("button", { type: "button", title, "aria-label": title, onclick: act }, words));
+  const self = {
+    place: undefined,  // where keys and buttons zoom, where it is in sight
+    controls: el("div", { class: "switches lens", role: "group", "aria-label": "zoom" }, buttons),
+    // From where to where is drawn, of an axis with these ends of which at least so much is seen.
+    over(...known) {
+      [first, last, least] = known;
+      if (!(last - first > least)) last = first + least;
+      const [from, to] = ends();
+      buttons.forEach((button, at) => { button.disabled = [from <= first, view.from === null, to - from <= least, to >= last, view.from === null && !view.here][at]; });
+      return [from, to];
+    },
+    on(known) { x = known; },
+    // Move so far that a stretch can be seen, and no further.
+    reveal(low, high) {
+      const [from, to] = ends(), by = low < from ? low - from : high > to ? Math.min(high - to, low - from) : 0;
+      if (by) set(from + by, to + by);
+    },
+    // Zoom in on a stretch, with as much around it as a part of the whole.
+    around(low, high) { const more = (last - first) / 12; set(low - more, high + more); },
+    set,
+  };
+  const within = value => { const [from, to] = ends(); return Math.min(Math.max(value, from), to); };
+  const across = clientX => within(x.back(clientX - host.getBoundingClientRect().left));
+  host.addEventListener("pointerdown", event => {
+    const [from, to] = ends();
+    if (x && event.button === 0) pressed = { at: event.clientX, from, to, unit: (to - from) / (x(to) - x(from)), moves: event.shiftKey, begun: false };
+  });
+  host.addEventListener("pointermove", event => {
+    if (pressed && !(event.buttons & 1)) pressed = null;
+    if (!pressed || (!pressed.begun && Math.abs(event.clientX - pressed.at) <= 6)) return;
+    if (!pressed.begun) { pressed.begun = true; host.setPointerCapture(event.pointerId); }
+    untip();
+    if (pressed.moves) {
+      const by = (pressed.at - event.clientX) * pressed.unit;
+      set(pressed.from + by, pressed.to + by);
+      return;
+    }
+    const [low, high] = [pressed.at, event.clientX].map(across).sort((a, b) => a - b);
+    shade.style.left = `${x(low)}px`;
+    shade.style.width = `${x(high) - x(low)}px`;
+    host.append(shade);
+  });
+  const end = event => {
+    const done = pressed;
+    pressed = null;
+    shade.remove();
+    if (done && done.begun && !done.moves && event.type === "pointerup") set(...[done.at, event.clientX].map(across).sort((a, b) => a - b));
+  };
+  host.addEventListener("pointerup", end);
+  host.addEventListener("pointercancel", end);
+  host.addEventListener("dblclick", reset);
+  host.addEventListener("wheel", event => {
+    const sideways = Math.abs(event.deltaX) > Math.abs(event.deltaY) ? event.deltaX : event.shiftKey ? event.deltaY : 0;
+    if (event.ctrlKey || event.metaKey) zoom(event.deltaY > 0 ? 1.25 : 0.8, across(event.clientX));
+    else if (sideways && x && view.from !== null) {
+      const [from, to] = ends(), by = sideways * (to - from) / (x(to) - x(from));
+      set(from + by, to + by);
+    }
+    else return;
+    event.preventDefault();
+  }, { passive: false });
+  host.addEventListener("keydown", event => {
+    if (event.defaultPrevented) return;
+    const act = { "+": 2, "=": 2, "-": 1, 0: 4, Escape: 4 }[event.key], by = { ArrowLeft: -0.2, ArrowRight: 0.2 }[event.key];
+    if (act !== undefined) actions[act][2]();
+    else if (by && view.from !== null) move(by);
+    else return;
+    event.preventDefault();
+  });
+  return self;
+}
+
+// A part of a picture in which what goes beyond its edges is not seen.
+export function framed(x, y, width, height, ...children) {
+  return svg("svg", { x, y, width, height, viewBox: `${x} ${y} ${width} ${height}` }, children);
+}
+
 // How wide a text is in the page's font, in pixels.
 const pen = document.createElement("canvas").getContext("2d");
 let family = null;

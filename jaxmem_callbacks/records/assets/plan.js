@@ -1,6 +1,6 @@
 // The plan: what each policy needs and costs, and the preset of the one that is picked.
 
-import { bytes, el, pasted, percent, put, scale, sized, svg, switches, ticks, tip, untip } from "./draw.js";
+import { bytes, el, framed, lens, pasted, percent, put, scale, sized, svg, switches, ticks, tip, untip } from "./draw.js";
 
 const LEFT = 62, RIGHT = 24, TOP = 22, BOTTOM = 44;
 
@@ -8,14 +8,28 @@ export function thePlan(plan, keep = initial => initial) {
   if (!plan) return el("p", { class: "soft" }, "The monitor was given no plan.");
   const known = plan.candidates.map((each, number) => ({ ...each, number })).filter(each => each.bytes);
   const timed = known.filter(each => each.modelled_s);
-  const view = keep({ cost: timed.length > 1 ? "time" : "work", picked: plan.chosen });
+  const view = keep({ cost: timed.length > 1 ? "time" : "work", picked: plan.chosen, from: null, to: null, here: null });
   const chart = el("div", { class: "chart" });
   const about = el("div", { class: "candidate" });
-  let width = 0;
+  let width = 0, marks = new Map();
   const again = () => {
-    if (width) draw(plan, known, view, chart, width, again);
+    if (width) marks = draw(plan, known, view, chart, width, again, sight);
     describe(plan, plan.candidates[view.picked], view.picked === plan.chosen, about);
   };
+  const sight = lens(chart, view, again, "All points");
+  // Left and right go through the points by their bytes; the figure moves along.
+  chart.addEventListener("keydown", event => {
+    const order = [...known].sort((a, b) => a.bytes - b.bytes), step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    const at = order.findIndex(each => marks.get(each) === document.activeElement);
+    if (step) {
+      const next = order[at < 0 ? 0 : (at + step + order.length) % order.length];
+      sight.reveal(next.bytes, next.bytes);
+      marks.get(next)?.focus({ preventScroll: true });
+    }
+    else if (at >= 0 && (event.key === "Enter" || event.key === " ")) { view.picked = order[at].number; again(); marks.get(order[at]).focus({ preventScroll: true }); }
+    else return;
+    event.preventDefault();
+  }, true);
   sized(chart, now => { width = now; again(); });
   again();
   const budget = plan.budget_bytes ? `Budget ${bytes(plan.budget_bytes)}, ${plan.budget_reason}.` : `No budget: ${plan.budget_reason}.`;
@@ -23,11 +37,11 @@ export function thePlan(plan, keep = initial => initial) {
   return el("div", {},
     el("p", { class: "soft" }, `${plan.step} for ${plan.target}${devices}. ${budget} ${plan.outcome ? plan.outcome : ""}`),
     el("div", { class: "controls" }, timed.length > 1 ? switches("cost", [["time", "modelled time"], ["work", "extra FLOPs"]], view.cost,
-      value => { view.cost = value; again(); }) : null, el("span", { class: "hint" }, "Pick a point to see its preset.")),
+      value => { view.cost = value; again(); }) : null, known.length > 2 ? sight.controls : null, el("span", { class: "hint" }, "Pick a point to see its preset. Drag to zoom.")),
     el("div", { class: "two" }, chart, about));
 }
 
-function draw(plan, known, view, chart, width, again) {
+function draw(plan, known, view, chart, width, again, sight) {
   const cost = each => view.cost === "time" ? each.modelled_s : each.extra_share ?? 0;
   const points = known.filter(each => cost(each) !== null && cost(each) !== undefined);
   const height = Math.round(Math.min(Math.max(width * 0.55, 260), 380));
@@ -37,18 +51,22 @@ function draw(plan, known, view, chart, width, again) {
   const compiled = plan.compiled_bytes && plan.compiled_bytes <= 3 * most ? plan.compiled_bytes : null;
   const edge = Math.max(most, ...near.map(level => level[1]), compiled ?? 0), ground = Math.min(least, ...near.map(level => level[1]), compiled ?? Infinity);
   const pad = (edge - ground || edge) * 0.08;
-  const costs = points.map(cost), dear = Math.max(...costs, 0.01), cheap = view.cost === "time" ? Math.min(...costs) : 0;
-  const x = scale(ground - pad, edge + pad, LEFT, width - RIGHT);
-  const named = [...near, ...(compiled ? [["this run", compiled]] : [])];
+  const [from, to] = sight.over(ground - pad, edge + pad, (edge - ground || edge) / 200);
+  const seen = size => size >= from && size <= to;
+  // Costs are drawn to the scale of the points that are in sight.
+  const costs = points.filter(each => seen(each.bytes)).map(cost), dear = Math.max(...costs, view.cost === "time" ? 0 : 0.01) || 0.01, cheap = view.cost === "time" && costs.length ? Math.min(...costs) : 0;
+  const x = scale(from, to, LEFT, width - RIGHT);
+  sight.on(x);
+  const named = [...near, ...(compiled ? [["this run", compiled]] : [])].filter(([, size]) => seen(size));
   const above = TOP + 15 * named.length;  // the names of levels stand over all points
   const y = scale(cheap - (dear - cheap) * 0.06, dear, height - BOTTOM, above + 10);
-  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "group", "aria-label": "Candidates of the plan" });
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "group", tabindex: 0, "aria-label": "Candidates of the plan. Left and right go through them, plus and minus zoom, Enter picks one." });
   for (const value of ticks(cheap, dear, 5)) {
     picture.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }),
       svg("text", { class: "tick", x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" },
         view.cost === "time" ? `${(value * 1e3).toPrecision(3)} ms` : `+${percent(value)}`));
   }
-  for (const value of ticks(Math.max(ground - pad, 0), edge + pad, width / 110, true)) {
+  for (const value of ticks(Math.max(from, 0), to, width / 110, true)) {
     picture.append(svg("line", { class: "grid", x1: x(value), x2: x(value), y1: TOP, y2: height - BOTTOM }),
       svg("text", { class: "tick", x: x(value), y: height - BOTTOM + 17, "text-anchor": "middle" }, bytes(value)));
   }
@@ -67,24 +85,18 @@ function draw(plan, known, view, chart, width, again) {
     steps += steps ? `H${x(each.bytes)}V${y(cost(each))}` : `M${x(each.bytes)} ${y(cost(each))}`;
     lowest = cost(each);
   }
-  picture.append(svg("path", { class: "frontier", d: steps || "M0 0" }), ...texts);
-  const marks = points.map(each => {
+  picture.append(framed(LEFT, TOP, width - LEFT - RIGHT, height - TOP - BOTTOM, svg("path", { class: "frontier", d: steps || "M0 0" })), ...texts);
+  const marks = new Map(points.filter(each => seen(each.bytes)).map(each => {
     const style = ["point", each.fits === false ? "misses" : "fits", each.number === plan.chosen ? "best" : "", each.number === view.picked ? "picked" : ""].join(" ");
     const words = event => tip(event, el("strong", {}, each.words), `${bytes(each.bytes)}${each.fits === false ? ", too much" : ""}`, `${each.extra} FLOPs`,
       each.modelled_s ? `${(each.modelled_s * 1e3).toPrecision(4)} ms modelled` : null, each.number === plan.chosen ? plan.reason : null);
-    return svg("circle", { class: style, cx: x(each.bytes), cy: y(cost(each)), r: each.number === plan.chosen ? 8 : 6, tabindex: 0, role: "button",
+    return [each, svg("circle", { class: style, cx: x(each.bytes), cy: y(cost(each)), r: each.number === plan.chosen ? 8 : 6, tabindex: 0, role: "button",
       "aria-label": `${each.words}, ${bytes(each.bytes)}, ${each.extra}`, onpointermove: words, onpointerleave: untip, onblur: untip,
-      onfocus: event => words({ target: event.target }), onclick: () => { view.picked = each.number; again(); },
-      onkeydown: event => {
-        const at = marks.indexOf(event.target), step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-        if (event.key === "Enter" || event.key === " ") { view.picked = each.number; again(); }
-        else if (step) marks[(at + step + marks.length) % marks.length].focus();
-        else return;
-        event.preventDefault();
-      } });
-  });
-  picture.append(...marks);
+      onfocus: event => words({ target: event.target }), onclick: () => { view.picked = each.number; again(); } })];
+  }));
+  picture.append(...marks.values());
   chart.replaceChildren(picture);
+  return marks;
 }
 
 function describe(plan, each, best, about) {

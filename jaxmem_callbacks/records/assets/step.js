@@ -1,6 +1,6 @@
 // Within a step: bytes over the program's schedule, and each large block with its line.
 
-import { bytes, choose, el, scale, sized, svg, swatch, switches, ticks, tip, untip, whole } from "./draw.js";
+import { bytes, choose, el, framed, lens, scale, sized, svg, swatch, switches, ticks, tip, untip, whole } from "./draw.js";
 import { bufferOf, colour } from "./peak.js";
 import { saveTrace, savesFiles } from "./perfetto.js";
 
@@ -10,35 +10,53 @@ const LEFT = 62, RIGHT = 14, TOP = 18, BOTTOM = 34;
 export function withinAStep(run, page) {
   const programs = run.programs.filter(one => one.step).sort((a, b) => b.bytes - a.bytes);
   const { step } = programs[0];
-  const view = page.keep(run, "step", { program: programs[0], from: null, to: null, whole: step.held_bytes < 0.5 * Math.max(...step.curve.map(([, size]) => size)) });
+  const view = page.keep(run, "step", { program: programs[0], from: null, to: null, here: null, whole: step.held_bytes < 0.5 * Math.max(...step.curve.map(([, size]) => size)) });
   view.program = programs.find(one => one.name === view.program.name) || programs[0];
   const chart = el("div", { class: "chart" });
   const about = el("p", { class: "soft", role: "status" });
   let width = 0;
   let nodes = new Map();
   const go = block => page.go(run, "peak", { program: view.program.name, buffer: bufferOf(view.program, block) });
-  const again = () => { if (width) nodes = draw(view, chart, about, width, again, go); };
+  const again = () => { if (width) nodes = draw(view, chart, about, width, go, sight); };
+  const sight = lens(chart, view, again, "Whole step");
   sized(chart, now => { width = now; again(); });
-  const pick = value => { Object.assign(view, { program: value, from: null, to: null }); again(); };
+  const pick = value => { Object.assign(view, { program: value, from: null, to: null, here: null }); again(); };
   const list = programs.length > 1 ? choose("program", programs.map(one => [one, one.name]), view.program, pick) : { pick };
-  page.shows(run, "step", ({ program, block }) => { list.pick(program); return nodes.get(block); });
+  page.shows(run, "step", ({ program, block }) => { 
+    list.pick(program);
+    view.here = block;
+    sight.around(block.first, block.last + 1);
+    return nodes.get(block);
+  });
+  // Left and right go through the blocks as they are made; the figure moves along.
+  chart.addEventListener("keydown", event => {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!step) return;
+    const blocks = [...view.program.step.blocks].sort((a, b) => a.first - b.first);
+    const at = blocks.findIndex(block => nodes.get(block) === document.activeElement);
+    const next = blocks[at < 0 && step < 0 ? blocks.length - 1 : (at + step + blocks.length) % blocks.length];
+    sight.reveal(next.first, next.last + 1);
+    nodes.get(next)?.focus({ preventScroll: true });
+    event.preventDefault();
+  }, true);
   return el("div", {}, el("div", { class: "controls" },
     list instanceof Node ? list : null,
     switches("vertical axis", [[false, "temporaries"], [true, "all memory"]], view.whole, value => { view.whole = value; again(); }),
-    el("button", { type: "button", class: "quiet", onclick: () => { view.from = view.to = null; again(); } }, "Whole step"),
+    sight.controls,
     savesFiles() ? el("button", { type: "button", class: "quiet", title: "This step as a file that ui.perfetto.dev and chrome://tracing open", onclick: () => saveTrace(view.program) }, "Save for Perfetto") : null,
-    el("span", { class: "hint" }, "Drag to zoom. A block is a value, from where it is made to its last use.")), chart, about);
+    el("span", { class: "hint" }, "Drag to zoom, with Shift to move. A block is a value, from where it is made to its last use.")), chart, about);
 }
 
-function draw(view, chart, about, width, again, go) {
+function draw(view, chart, about, width, go, sight) {
   const { length, blocks: list, curve, held_bytes: held, peak_at: peakAt } = view.program.step;
-  const from = view.from ?? 0, to = Math.max(view.to ?? length, from + 1);
+  const [from, to] = sight.over(0, length, 1);
   const height = width < 560 ? 280 : 380, floor = height - BOTTOM;
   const ground = view.whole ? 0 : held;
   const most = ground + 1.04 * Math.max(1, ...curve.map(([, size]) => size - ground), ...list.map(block => block.base + block.bytes - ground));
   const x = scale(from, to, LEFT, width - RIGHT), y = scale(ground, most, floor, TOP);
+  sight.on(x);
   const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, tabindex: 0, role: "application",
-    "aria-label": "Bytes over the schedule of the step. Left and right go through its largest blocks, plus and minus zoom." });
+    "aria-label": "Bytes over the schedule of the step. Left and right go through its blocks, plus and minus zoom." });
   for (const value of ticks(ground, most, 5, true)) {
     picture.append(svg("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }),
       svg("text", { class: "tick", x: LEFT - 8, y: y(value) + 4, "text-anchor": "end" }, value ? bytes(value) : "0"));
@@ -48,8 +66,9 @@ function draw(view, chart, about, width, again, go) {
     picture.append(svg("rect", { class: "held", x: LEFT, y: y(held), width: width - LEFT - RIGHT, height: floor - y(held) }),
       floor - y(held) < 18 ? "" : svg("text", { class: "tick", x: LEFT + 8, y: (floor + y(held)) / 2 + 4 }, `${HELD}, ${bytes(held)}`));
   }
-  const points = curve.map(([at, size], number) => `${number ? "H" : "M"}${clip(at).toFixed(1)}${number ? "V" : " "}${y(size).toFixed(1)}`).join("");
-  picture.append(svg("path", { class: "area in-use", d: `${points}H${clip(length)}V${floor}H${clip(0)}Z` }));
+  const points = curve.map(([at, size], number) => `${number ? "H" : "M"}${x(at).toFixed(1)}${number ? "V" : " "}${y(size).toFixed(1)}`).join("");
+  const inFrame = path => framed(LEFT, TOP, width - LEFT - RIGHT, floor - TOP, path);
+  picture.append(inFrame(svg("path", { class: "area in-use", d: `${points}H${x(length)}V${floor}H${x(0)}Z` })));
   const known = new Map();
   const nodes = list.filter(block => block.last >= from && block.first <= to).map(block => {
     const left = clip(block.first), right = clip(block.last + 1);
@@ -77,42 +96,15 @@ function draw(view, chart, about, width, again, go) {
       svg("text", { class: "level-name limit", x: x(peakAt) + (x(peakAt) > width / 2 ? -5 : 5), y: TOP - 4, "text-anchor": x(peakAt) > width / 2 ? "end" : "start" }, "the peak"));
   }
   const cover = svg("rect", { class: "cover", x: LEFT, y: TOP, width: width - LEFT - RIGHT, height: floor - TOP });
-  const chosen = svg("rect", { class: "chosen", y: TOP, height: floor - TOP, visibility: "hidden" });
-  picture.append(cover, ...nodes, svg("path", { class: "line in-use untouched", d: points }), ...over, chosen);
+  if (view.here && known.has(view.here)) {
+    const [left, right] = [clip(view.here.first), clip(view.here.last + 1)];
+    over.push(svg("rect", { class: "around", x: left, y: TOP, width: Math.max(right - left, 1), height: floor - TOP }));
+  }
+  picture.append(cover, ...nodes, inFrame(svg("path", { class: "line in-use", d: points })), ...over);
   for (const value of ticks(from, to, width / 110).filter(Number.isInteger)) {
     picture.append(svg("text", { class: "tick", x: x(value), y: floor + 17, "text-anchor": "middle" }, whole(value)));
   }
   picture.append(svg("text", { class: "tick name", x: width - RIGHT, y: floor + 31, "text-anchor": "end" }, "instruction in the schedule"));
-  let pressed = null;
-  const across = event => x.back(event.clientX - picture.getBoundingClientRect().left);
-  const zoom = (low, high) => { view.from = Math.max(0, Math.floor(low)); view.to = Math.min(length, Math.ceil(high)); again(); chart.querySelector("svg").focus({ preventScroll: true }); };
-  picture.addEventListener("pointerdown", event => { pressed = across(event); });
-  picture.addEventListener("pointermove", event => {
-    if (pressed === null || event.buttons === 0) { pressed = null; return; }
-    const [low, high] = [pressed, across(event)].sort((a, b) => a - b);
-    chosen.setAttribute("x", clip(low));
-    chosen.setAttribute("width", Math.max(clip(high) - clip(low), 0));
-    chosen.setAttribute("visibility", "visible");
-  });
-  picture.addEventListener("pointerup", event => {
-    const begun = pressed;
-    pressed = null;
-    chosen.setAttribute("visibility", "hidden");
-    if (begun === null) return;
-    const [low, high] = [begun, across(event)].sort((a, b) => a - b);
-    if (clip(high) - clip(low) > 6) { untip(); zoom(low, high); }
-  });
-  picture.addEventListener("dblclick", () => zoom(0, length));
-  let at = -1;
-  picture.addEventListener("keydown", event => {
-    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key], middle = (from + to) / 2;
-    if (step && nodes.length) { at = (at + step + nodes.length) % nodes.length; nodes[at].focus(); }
-    else if (event.key === "+" || event.key === "=") zoom(middle - (to - from) / 4, middle + (to - from) / 4);
-    else if (event.key === "-") zoom(middle - (to - from), middle + (to - from));
-    else if (event.key === "0" || event.key === "Escape") zoom(0, length);
-    else return;
-    event.preventDefault();
-  });
   about.textContent = `${view.program.name}: ${whole(length)} instructions, the largest ${list.length} blocks are drawn${held ? `, above ${bytes(held)} of ${HELD}` : ""}. The line is what is alive. A block is drawn at its place in the compiler\u2019s assignment, so it may be above the line.`;
   chart.replaceChildren(picture);
   return known;

@@ -1,6 +1,6 @@
 // Over time: memory of the device, the live arrays by line, the host; events, saves and compiles marked.
 
-import { bytes, choose, clock, el, scale, sized, svg, swatch, switches, ticks, tip, untip, whole, wide } from "./draw.js";
+import { bytes, choose, clock, el, lens, scale, sized, svg, swatch, switches, ticks, tip, untip, whole, wide } from "./draw.js";
 
 const LINES = {
   in_use_bytes: ["in use", "in-use"],
@@ -25,11 +25,13 @@ export function overTime(run, page) {
   const keys = el("ul", { class: "keys" });
   const chart = el("div", { class: "chart" });
   let width = 0;
-  const again = () => { if (width) draw(run, view, chart, keys, width, again, page); };
+  const again = () => { if (width) draw(run, view, chart, keys, width, again, page, sight); };
+  const sight = lens(chart, view, again, "Whole run");
   sized(chart, now => { width = now; again(); });
   page.shows(run, "time", ({ step, time_s }) => {
-    Object.assign(view, { from: null, to: null, here: { step, time_s } });
-    again();
+    view.here = { step, time_s };
+    sight.place = placed(view, view.here);
+    sight.around(sight.place, sight.place);
     return chart.querySelector("svg");
   });
   const controls = el("div", { class: "controls" },
@@ -39,8 +41,7 @@ export function overTime(run, page) {
       value => { view.by = value; view.from = view.to = null; again(); }) : null,
     run.arrays ? switches("live arrays", [["line", "by line"], ["type", "by type"]], view.stack,
       value => { view.stack = value; again(); }) : null,
-    el("button", { type: "button", class: "quiet", onclick: () => { view.from = view.to = view.here = null; again(); } }, "Whole run"),
-    el("span", { class: "hint" }, "Drag to zoom. Arrow keys, + and \u2212 work too."));
+    sight.controls, el("span", { class: "hint" }, "Drag to zoom, with Shift to move. Arrow keys, + and \u2212 work too."));
   return el("div", {}, controls, chart, keys);
 }
 
@@ -50,7 +51,12 @@ function fullest(run, devices) {
   return high && devices.includes(high.device) ? high.device : devices[0];
 }
 
-function draw(run, view, chart, keys, width, again, page) {
+// Where on the axis a moment is.
+function placed(view, { step, time_s }) {
+  return view.by === "steps" ? Math.max(step ?? 0, 0) : time_s;
+}
+
+function draw(run, view, chart, keys, width, again, page, sight) {
   const shown = run.curves.filter(curve => LINES[curve.figure] && (view.device === EVERY
     ? ["in_use_bytes", "live_array_bytes"].includes(curve.figure) && curve.device !== "all processes"
     : curve.device === view.device));
@@ -59,12 +65,13 @@ function draw(run, view, chart, keys, width, again, page) {
   const host = run.curves.filter(curve => curve.figure === "resident_bytes" && curve.device !== "all processes");
   const all = [...lines, ...host];
   const at = (record, place) => view.by === "steps" ? Math.max(record.steps[place], 0) : record.times[place];
-  const spot = event => view.by === "steps" ? Math.max(event.step ?? 0, 0) : event.time_s;
+  const spot = moment => placed(view, moment);
   const ends = [...all, ...(run.arrays ? [run.arrays] : [])].flatMap(one => [at(one, 0), at(one, one.steps.length - 1)]);
   (run.events || []).forEach(event => ends.push(spot(event)));
   const [first, last] = [Math.min(...ends), Math.max(...ends)];
-  const from = view.from ?? first, to = Math.max(view.to ?? last, from + (view.by === "steps" ? 1 : 0.05));
+  const [from, to] = sight.over(first, last, view.by === "steps" ? 1 : 0.05);
   const x = scale(from, to, LEFT, width - RIGHT);
+  sight.on(x);
   const inside = place => place >= from && place <= to;
 
   const panels = [{ name: "device", height: width < 560 ? 220 : 290 }];
@@ -164,15 +171,13 @@ function draw(run, view, chart, keys, width, again, page) {
   // Cursor and zoom.
   const moment = place => view.by === "steps" ? `step ${whole(Math.round(place))}` : `after ${clock(place - begin)}`;
   const cursor = svg("line", { class: "cursor", y1: TOP, y2: floor, visibility: "hidden" });
-  const chosen = svg("rect", { class: "chosen", y: TOP, height: floor - TOP, visibility: "hidden" });
   const cover = svg("rect", { class: "cover", x: LEFT, y: TOP, width: width - LEFT - RIGHT, height: floor - TOP });
   if (view.here && inside(spot(view.here))) {
-    picture.place = spot(view.here);
-    const across = x(picture.place), left = across > width / 2;
+    const across = x(spot(view.here)), left = across > width / 2;
     picture.append(svg("line", { class: "here", x1: across, x2: across, y1: TOP, y2: floor }),
-      svg("text", { class: "level-name here-name", x: across + (left ? -5 : 5), y: TOP + 12, "text-anchor": left ? "end" : "start" }, moment(picture.place)));
+      svg("text", { class: "level-name here-name", x: across + (left ? -5 : 5), y: TOP + 12, "text-anchor": left ? "end" : "start" }, moment(spot(view.here))));
   }
-  picture.append(chosen, cursor, cover);
+  picture.append(cursor, cover);
   const values = place => {
     const near = record => nearest(record, at, place);
     const rows = [];
@@ -201,48 +206,21 @@ function draw(run, view, chart, keys, width, again, page) {
     cursor.setAttribute("x2", x(place));
     cursor.setAttribute("visibility", "visible");
     tip(event, el("strong", {}, moment(place)), values(place));
-    picture.place = place;
+    sight.place = place;
   };
-  const zoom = (low, high) => { view.from = Math.max(low, first); view.to = Math.min(high, last); again(); chart.querySelector("svg").focus({ preventScroll: true }); };
-  picture.addEventListener("arrived", () => point({ target: cursor }, picture.place));
-  let pressed = null;
-  const across = event => x.back(event.clientX - picture.getBoundingClientRect().left);
-  cover.addEventListener("pointerdown", event => { pressed = across(event); cover.setPointerCapture(event.pointerId); });
-  cover.addEventListener("pointermove", event => {
-    const place = across(event);
-    point(event, place);
-    if (pressed === null) return;
-    const [low, high] = [pressed, place].sort((a, b) => a - b).map(value => Math.min(Math.max(value, from), to));
-    chosen.setAttribute("x", x(low));
-    chosen.setAttribute("width", x(high) - x(low));
-    chosen.setAttribute("visibility", "visible");
-  });
-  cover.addEventListener("pointerup", event => {
-    const begun = pressed;
-    pressed = null;
-    chosen.setAttribute("visibility", "hidden");
-    if (begun === null) return;
-    const [low, high] = [begun, across(event)].sort((a, b) => a - b);
-    if (x(high) - x(low) > 6) { untip(); zoom(low, high); }
-  });
-  cover.addEventListener("pointerleave", () => { if (pressed === null) { untip(); cursor.setAttribute("visibility", "hidden"); } });
-  cover.addEventListener("dblclick", () => zoom(first, last));
-  cover.addEventListener("wheel", event => {
-    if (!event.ctrlKey && !event.metaKey) return;
-    event.preventDefault();
-    const place = across(event), factor = event.deltaY > 0 ? 1.25 : 0.8;
-    zoom(place - (place - from) * factor, place + (to - place) * factor);
-  }, { passive: false });
+  picture.addEventListener("arrived", () => point({ target: cursor }, sight.place));
+  cover.addEventListener("pointermove", event => point(event, x.back(event.clientX - picture.getBoundingClientRect().left)));
+  cover.addEventListener("pointerleave", () => { untip(); cursor.setAttribute("visibility", "hidden"); });
   picture.addEventListener("blur", () => { untip(); cursor.setAttribute("visibility", "hidden"); });
   picture.addEventListener("keydown", event => {
-    const span = to - from, place = picture.place ?? (from + to) / 2;
+    const span = to - from, place = sight.place >= from && sight.place <= to ? sight.place : (from + to) / 2;
     const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    const beside = { target: cursor };
-    if (step) point(beside, place + step * span / (event.shiftKey ? 20 : 200));
-    else if (event.key === "+" || event.key === "=") zoom(place - span / 4, place + span / 4);
-    else if (event.key === "-") zoom(place - span, place + span);
-    else if (event.key === "0" || event.key === "Escape") zoom(first, last);
-    else if (event.key === "Enter" && (run.events || []).length) {
+    if (step) {
+      // Past the edge the figure moves along.
+      sight.place = Math.min(Math.max(place + step * span / (event.shiftKey ? 20 : 200), first), last);
+      sight.reveal(sight.place, sight.place);
+      chart.querySelector("svg").dispatchEvent(new Event("arrived"));
+    } else if (event.key === "Enter" && (run.events || []).length) {
       const number = run.events.reduce((best, one, at) =>
         Math.abs(spot(one) - place) < Math.abs(spot(run.events[best]) - place) ? at : best, 0);
       page.go(run, "events", number);
@@ -259,7 +237,7 @@ function draw(run, view, chart, keys, width, again, page) {
     const marked = run.events[group.events[0]];
     const open = () => {
       const [low, high] = [spot(marked), spot(run.events[group.events[group.events.length - 1]])];
-      if (several && high > low && x(high) - x(low) > 1) zoom(low - (high - low) * 0.1, high + (high - low) * 0.1);
+      if (several && high > low && x(high) - x(low) > 1) sight.set(low - (high - low) * 0.1, high + (high - low) * 0.1);
       else page.go(run, "events", group.events[0]);
     };
     picture.append(svg("line", { class: "event-line", x1: place, x2: place, y1: TOP, y2: floor }),
@@ -275,7 +253,7 @@ function draw(run, view, chart, keys, width, again, page) {
     if (ended < from || begun > to) continue;
     picture.append(svg("rect", { class: "save-mark", x: x(Math.max(begun, from)) - 4, y: floor - 9, width: 12, height: 9, rx: 2,
       role: "button", "aria-label": `checkpoint save after step ${save.steps[0]}`,
-      onclick: () => zoom(begun - Math.max(ended - begun, (last - first) / 40), ended + Math.max(ended - begun, (last - first) / 40)),
+      onclick: () => sight.around(begun, ended),
       onpointermove: event => tip(event, el("strong", {}, "checkpoint save"), `${clock(save.to - save.from)} after step ${save.steps[0]}`,
         ...Object.entries(save.highs).map(([name, size]) => `${name.replaceAll("_", " ")}: at most ${bytes(size)}`)),
       onpointerleave: untip }));
