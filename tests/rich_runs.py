@@ -217,7 +217,7 @@ def rich_plan(scale: float) -> PlanRecord:
         candidate(52, 143, 0.43, remat="full", keep=0.2),
         candidate(44, 233, 0.47, remat="full"),
     ]
-    reason = "of those that fit it computes least again"
+    reason = "it computes least again of all that fit"
     return sample_plans.record(candidates, 3, 72 * GIB, reason=reason, limit_bytes=LIMIT)
 
 

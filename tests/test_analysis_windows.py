@@ -190,7 +190,7 @@ def test_what_is_unknown_says_why():
         row(known, "memory/live_arrays_count")[2] == "unknown, because the allocator's statistics do not have it here"
     )
     assert row(known, "limit_bytes of the preset")[1] == "3.0 GiB"
-    assert row(known, "stamps dropped by the monitor")[1] == "4"
+    assert row(known, "steps that the monitor missed")[1] == "4"
 
 
 def test_programs_are_known_by_their_largest_compile_or_by_a_reason():

@@ -315,6 +315,10 @@ def test_a_page_is_written_beside_what_is_printed(saved, capsys, tmp_path):
     assert "one step" in out
     text = page.read_text()
     assert "<td>one step</td>" in text
+    assert '<td class="right">' in text, "numbers, as a console has them"
+    assert text.index("<p>") < text.index("<table"), "the verdict first"
+    assert "@media screen and (prefers-color-scheme: dark) {\n  :root {" in text
+    assert ":root[data-scheme" not in text, "which a script would set"
     assert "<script" not in text
     assert "default-src 'none'" in text
 

@@ -101,7 +101,7 @@ def test_within_a_budget_the_cheapest_step_that_fits(frontier: jm.Plan, part: fl
     assert plan.compiles <= 8
     # As good as the best point of the whole frontier that fits, or better.
     assert chosen.extra_flops <= min(each.extra_flops for each in frontier.candidates if each.step_bytes <= budget)
-    assert "of those that fit" in sentences(plan)
+    assert "of all that fit" in sentences(plan)
 
 
 @pytest.mark.core

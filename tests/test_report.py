@@ -189,7 +189,7 @@ def test_what_the_monitor_lost_is_counted_in_the_report_too(tmp_path):
         probe.go.set()
         monitor.flush()
     (story,) = stories_of(tmp_path)
-    lost = ("stamps dropped by the monitor", "7")
+    lost = ("steps that the monitor missed", "7")
     assert lost in [tuple(row[:2]) for row in double.of(LoggedTable)[-1].rows]
     assert lost in [(row.figure, row.latest) for row in story.known_rows]
     assert "\n".join(lost) in reported(tmp_path).text

@@ -230,7 +230,7 @@ class MetricAvailability:
     def _limit(self) -> list[AvailabilityRow]:
         if self._limit_bytes is None:
             return []
-        text = "judged against, a device, beside what the allocator reports"
+        text = "the lower of it and the allocator's limit is what a device is judged by"
         return [_row("limit_bytes of the preset", format_bytes(self._limit_bytes), "preset", text)]
 
     def _needs(self) -> list[AvailabilityRow]:
@@ -252,7 +252,12 @@ class MetricAvailability:
         return [_row(f"plan of {self._plan.step}", latest, "plan", text)]
 
     def _drops(self) -> AvailabilityRow:
-        return _row("stamps dropped by the monitor", str(self._dropped), "monitor", "the ring was full that often")
+        return _row(
+            "steps that the monitor missed",
+            str(self._dropped),
+            "monitor",
+            "steps whose time was lost, because more of them ended than are kept between two looks",
+        )
 
 
 def _spelled(values: Mapping[str, float], figure: Figure) -> str:

@@ -32,7 +32,7 @@ from jaxmem_callbacks.cli.typed import place, run_place, whole
 from jaxmem_callbacks.readers.accounts import account_from, read_account
 from jaxmem_callbacks.readers.decoding import record_from
 from jaxmem_callbacks.records.accounts import Account
-from jaxmem_callbacks.records.documents import Document, Section, as_markdown, put_document
+from jaxmem_callbacks.records.documents import Block, Document, Section, as_markdown, put_document
 from jaxmem_callbacks.records.errors import ComparisonError
 from jaxmem_callbacks.records.files import write_file
 from jaxmem_callbacks.records.peaks import Buffer
@@ -104,13 +104,18 @@ def run(args: argparse.Namespace) -> int:
 def _put(document: Document, args: argparse.Namespace) -> None:
     """In the form that was asked for; in Markdown below a heading, the verdict first."""
     if args.markdown:
-        *blocks, judgement = document.blocks
-        put(as_markdown(Document([Section("Device memory", [judgement, *blocks], level=4)])) + "\n")
+        put(as_markdown(Document([Section("Device memory", _verdict_first(document), level=4)])) + "\n")
     else:
         put_document(document)
 
 
-def _write_page(path: Path | None, *documents: Document) -> None:
+def _verdict_first(document: Document) -> list[Block]:
+    """As on a page; a console ends with it, where one looks."""
+    *blocks, judgement = document.blocks
+    return [judgement, *blocks]
+
+
+def _write_page(path: Path | None, growth: Document, *documents: Document) -> None:
     """The comparison as a page.
 
     Raises:
@@ -120,7 +125,7 @@ def _write_page(path: Path | None, *documents: Document) -> None:
         return
     from jaxmem_callbacks.records.page import document_html
 
-    blocks = [block for each in documents for block in each.blocks]
+    blocks = [*_verdict_first(growth), *(block for each in documents for block in each.blocks)]
     try:
         write_file(path, document_html(Document(blocks, title="Device memory, compared")), private=False)
     except OSError as error:

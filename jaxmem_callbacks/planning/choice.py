@@ -41,7 +41,7 @@ def _reason(best: Candidate, candidates: Sequence[Candidate]) -> str:
     if best.batch_rows is not None:
         return f"{best.batch_rows} rows are the largest batch that was compiled and fits{_price(best, candidates)}"
     without = " without its own checkpoints" if best.policy.own_checkpoints == "replace" else ""
-    return f"the plain step fits{without}" if best.extra_flops == 0 else "of those that fit it computes least again"
+    return f"the plain step fits{without}" if best.extra_flops == 0 else "it computes least again of all that fit"
 
 
 def _price(best: Candidate, candidates: Sequence[Candidate]) -> str:

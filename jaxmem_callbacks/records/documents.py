@@ -38,7 +38,7 @@ class Table:
     Attributes:
         columns: Headings; empty for a table without.
         rows: Cells, as many in each.
-        sides: For each column whether a console aligns it left or right; empty for all left.
+        sides: For each column whether a console or a page aligns it left or right; empty for all left.
         bars: A share from 0 to 1 for each row, drawn as a bar in HTML; empty for none.
         folded: Whether a console breaks the last column, of prose, at its width.
     """
@@ -391,13 +391,15 @@ def _attribute(name: str, value: str) -> str:
 
 def _table_html(table: Table) -> str:
     bars = table.bars or [None] * len(table.rows)
-    head = "".join(f"<th>{escape(name)}</th>" for name in table.columns) + (
-        '<th class="bar"></th>' if table.bars else ""
-    )
-    body = "".join(
-        f"<tr>{''.join(f'<td>{_cell_html(cell)}</td>' for cell in row)}{_bar(bar)}</tr>"
-        for row, bar in zip(table.rows, bars, strict=True)
-    )
+    classes = [
+        _attribute("class", side if side == "right" else "") for side in table.sides or ["left"] * len(table.columns)
+    ]
+
+    def cells(kind: str, texts: Sequence[str]) -> str:
+        return "".join(f"<{kind}{side}>{_cell_html(text)}</{kind}>" for text, side in zip(texts, classes, strict=True))
+
+    head = cells("th", table.columns) + ('<th class="bar"></th>' if table.bars else "")
+    body = "".join(f"<tr>{cells('td', row)}{_bar(bar)}</tr>" for row, bar in zip(table.rows, bars, strict=True))
     style = "text" if len(table.columns) == 1 else "facts" if len(table.columns) == 2 else ""  # noqa: PLR2004 - name and value
     return (
         f'<div class="scroll"><table{_attribute("class", style)}><thead><tr>{head}</tr></thead>'
