@@ -22,7 +22,8 @@ class Made:
         takes: Earlier values that it uses; the chain's own argument and the weights are there anyway and are left out.
         needs: Values, its own included, that its derivative uses. In a checkpoint its own is made again, whatever is kept: JAX's
             derivative is of what the step makes and not of what was kept of it.
-        in_place: Elementwise, so that its value takes the place of what it takes, and its gradient gives it back.
+        in_place: Elementwise, so that its value takes the place of what it takes, and its gradient gives it back. The gradient
+            takes the place of the value, which is needed no more by then.
         is_sum: Hands one number to all elements of what it takes, so that this gradient is nowhere before it is used.
     """
 
@@ -149,9 +150,10 @@ class Chain:
                 most = max(most, self._bytes[earlier | ((stored | made) & used)] + self._bytes[coming])
         for i in reversed(range(start, end)):
             held = earlier | ((stored | made) & needs[i - start + 1])
-            ending = held & ~earlier & ~needs[i - start] & self._needs[i]
-            if self.steps[i].in_place and ending:  # the gradient takes the place of what nobody else needs
-                held ^= ending & -ending
+            if (
+                self.steps[i].in_place and self._needs[i] & ~earlier & 1 << i
+            ):  # the gradient takes the place of its own value
+                held &= ~(1 << i)
             most = max(most, self._bytes[held] + self._bytes[self.gradients[i]])
         return most
 

@@ -12,9 +12,10 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from tests.exact_plans import Chain
+from tests.exact_plans import Chain, Plan
 
 Term = tuple[float, int]
+HALF = 0.5  # what a solver takes for 1 is nearly 1
 
 
 @final
@@ -22,7 +23,7 @@ class Programme:
     """The plans of a chain as points of a polytope.
 
     Args:
-        chain: Steps whose derivatives in place need no more than their own result.
+        chain: The steps.
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -30,7 +31,6 @@ class Programme:
         self._rows: list[list[Term]] = []
         self._most: list[float] = []
         self._is_whole: list[bool] = []
-        assert all(set(step.needs) <= {i} for i, step in enumerate(self._steps) if step.in_place)
         n = self._count
         self._peak = self._variable()
         self._cut = [self._variable(whole=True) for _ in range(n)]  # before a step
@@ -52,12 +52,13 @@ class Programme:
             self._recomputed(i)
             self._differentiated(i)
 
-    def least(self, work: float, seconds: float) -> tuple[float, float]:
-        """The fewest bytes with so much work again at most: what was found, and what is proved to be no more than the fewest.
+    def least(self, work: float, seconds: float, most: float = np.inf) -> tuple[Plan | None, float]:
+        """The plan of fewest bytes with so much work again at most, or the best that was found, and bytes that no plan is below.
 
         Args:
             work: Operations.
             seconds: When to stop.
+            most: Bytes of a plan that is known, with no more work: plans that need more are left out.
         """
         self._at_most([(step.flops, self._again[i]) for i, step in enumerate(self._steps)], work)
         rows = np.repeat(np.arange(len(self._rows)), [len(row) for row in self._rows])
@@ -65,7 +66,7 @@ class Programme:
         shape = (len(self._rows), len(self._is_whole))
         matrix = csr_array(([factor for factor, _ in flat], (rows, [column for _, column in flat])), shape=shape)
         wanted, upper = np.zeros(shape[1]), np.ones(shape[1])
-        wanted[self._peak], upper[self._peak] = 1.0, np.inf
+        wanted[self._peak], upper[self._peak] = 1.0, most
         answer = milp(
             wanted,
             integrality=np.array(self._is_whole, np.int64),
@@ -75,7 +76,11 @@ class Programme:
         )
         self._rows.pop()
         self._most.pop()
-        return (np.inf if answer.fun is None else float(answer.fun)), float(answer.mip_dual_bound or 0.0)
+        return (None if answer.x is None else self._plan(answer.x > HALF)), float(answer.mip_dual_bound or 0.0)
+
+    def _plan(self, chosen: np.ndarray) -> Plan:
+        kept = sum(1 << v for v, again in enumerate(self._again) if not chosen[again])
+        return Plan(tuple(i for i, cut in enumerate(self._cut) if chosen[cut]), kept)
 
     def _variable(self, *, whole: bool = False) -> int:
         self._is_whole.append(whole)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import jax
@@ -85,6 +85,11 @@ def model_of(spec: Spec) -> Chain:
     return Chain(steps)
 
 
+def reference_of(spec: Spec) -> Reference:
+    """Of a chain that is written here."""
+    return Reference(*loss_of(spec), model_of(spec), lambda jaxpr: plan_in(jaxpr, len(spec)))
+
+
 def plan_in(jaxpr: Any, steps: int) -> Plan:
     """What was made of the loss: equations come in their order, each checkpoint is a segment, kept values are named."""
     place, cuts, kept = 0, set[int](), 0
@@ -108,13 +113,17 @@ class Reference:
     """Stands where compilers do: it answers for a chain's policies by the model, at most six times for one budget.
 
     Args:
-        spec: The chain.
+        loss: What is planned.
+        args: Its arguments, as shapes.
+        model: Its chain.
+        plan_in: From a jaxpr with checkpoints to the chain's plan.
     """
 
-    def __init__(self, spec: Spec) -> None:
-        self.model = model_of(spec)
-        self._loss, self._args = loss_of(spec)
-        self._traced = jax.make_jaxpr(self._loss)(*self._args)
+    def __init__(
+        self, loss: Callable[..., Any], args: tuple[Any, ...], model: Chain, plan_in: Callable[[Any], Plan]
+    ) -> None:
+        self.model, self._loss, self._args, self._plan_in = model, loss, args, plan_in
+        self._traced = jax.make_jaxpr(loss)(*args)
         self.remaining = 0
         self.results = CompileResults()
         self._plans: dict[jm.StepPolicy, Plan] = {}
@@ -131,12 +140,13 @@ class Reference:
     def cost(self, policy: jm.StepPolicy) -> tuple[int, int]:
         """Bytes and operations computed again of the plan that a policy makes."""
         if policy not in self._plans:
-            flat = flatten(self._traced)
-            steps = len(flat.eqns)
-            self._plans[policy] = (
-                Plan(()) if policy.remat == "none" else plan_in(cut_equations(flat, policy).jaxpr, steps)
-            )
+            is_cut = policy.remat != "none"
+            self._plans[policy] = self._plan_in(self.cut(policy)) if is_cut else Plan(())
         return self.model.cost(self._plans[policy])
+
+    def cut(self, policy: jm.StepPolicy) -> Any:
+        """The loss under a policy, as a jaxpr."""
+        return cut_equations(flatten(self._traced), policy).jaxpr
 
     def compile(self, asked: Sequence[tuple[Compiler, jm.StepPolicy]]) -> list[Candidate | None]:
         """As the planner's queue does."""
@@ -157,10 +167,14 @@ class Reference:
             )
         return answers
 
+    def policies(self) -> list[jm.StepPolicy]:
+        """All that the planner may choose from."""
+        between, others = other_numbers_for(self.compiler(), FULL) or (candidates_for(self.compiler(), FULL), [])
+        return [offer.policy for offer in (*between, *others)]
+
     def offered(self) -> list[tuple[int, int]]:
         """Bytes and operations of all that the planner may choose from."""
-        between, others = other_numbers_for(self.compiler(), FULL) or (candidates_for(self.compiler(), FULL), [])
-        return [self.cost(offer.policy) for offer in (*between, *others)]
+        return [self.cost(policy) for policy in self.policies()]
 
     def planned(self, budget: int) -> int | None:
         """Operations that are computed again by what the planner chooses for a budget; None where nothing fits."""
@@ -179,7 +193,7 @@ Judged = tuple[Reference, list[tuple[int, int]], float]
 def chains() -> list[Judged]:
     """Random chains, their exact frontiers, and how many operations are no more than elementwise work."""
     rng = random.Random(5)  # noqa: S311 - chains, not keys
-    references = [Reference(random_chain(rng)) for _ in range(CHAINS)]
+    references = [reference_of(random_chain(rng)) for _ in range(CHAINS)]
     return [(each, each.model.best(), SAME_WORK * 3 * sum(s.flops for s in each.model.steps)) for each in references]
 
 
@@ -227,7 +241,7 @@ def test_six_compiles_find_what_is_offered_for_a_budget(chains: list[Judged]) ->
 @pytest.mark.core
 def test_cuts_of_a_looser_bound_keep_as_much_in_fewer_bytes() -> None:
     """Those of the smallest peak hold 7,680 bytes with nothing expensive done again, and no plan less than 7,168."""
-    reference = Reference(random_chain(random.Random(10), 10))  # noqa: S311 - chains, not keys
+    reference = reference_of(random_chain(random.Random(10), 10))  # noqa: S311 - chains, not keys
     offered = {offer.policy: reference.cost(offer.policy) for offer in candidates_for(reference.compiler(), FULL)}
     slack = SAME_WORK * sum(step.flops for step in reference.model.steps)
     assert min(bytes_ for bytes_, again in offered.values() if again <= slack) == 7168

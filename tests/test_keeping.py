@@ -17,7 +17,14 @@ from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.records.errors import PolicyError
-from jaxmem_callbacks.transforms.costs import equation_flops, is_inexact, jaxpr_flops, nbytes, residual_values
+from jaxmem_callbacks.transforms.costs import (
+    equation_flops,
+    is_inexact,
+    jaxpr_flops,
+    nbytes,
+    residual_bytes,
+    residual_values,
+)
 from jaxmem_callbacks.transforms.policy import ActivePolicy, activate
 from jaxmem_callbacks.transforms.save_frontier import SaveSet, frontier, merge_frontiers
 from jaxmem_callbacks.transforms.tracing import flatten, open_jaxpr, variables
@@ -278,6 +285,26 @@ def test_the_survey_foretells_the_bytes_of_every_share(loss: Any) -> None:
     stored = [stored_bytes(jm.remat(loss, keep=share.share), *args) - least for share in active.frontiers[0]]
     assert stored == [share.bytes for share in active.frontiers[0]]
     assert len(stored) > 1
+
+
+@pytest.mark.core
+def test_what_only_leads_to_a_stopped_gradient_is_kept_for_no_derivative() -> None:
+    """As of a softmax's maximum: JAX keeps the exponentials and nothing of what leads to what is subtracted."""
+
+    def weighed(weight: Any, x: Any) -> Any:
+        scores = x @ weight
+        highest = jnp.sin(scores * scores).max(-1, keepdims=True)
+        return (jnp.exp(scores - jax.lax.stop_gradient(highest)) @ weight).sum()
+
+    args = jnp.ones((64, 64)), jnp.ones((16, 64))
+    flat = flatten(jax.make_jaxpr(weighed)(*args))
+    kept = stored_bytes(weighed, *args) - sum(each.nbytes for each in args)
+    assert kept == 4 * 16 * 64 == residual_bytes(flat.eqns, set(flat.invars)).sum()
+    (nothing, *_), (value, grads) = frontier(flat.eqns), jax.value_and_grad(jm.remat(weighed, segments=2))(*args)
+    assert nothing.bytes == 0
+    expected, plain = jax.value_and_grad(weighed)(*args)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(grads, plain, rtol=1e-5)
 
 
 @pytest.mark.parametrize("keep", [-0.1, 1.5, True])

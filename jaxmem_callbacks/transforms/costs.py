@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from jaxmem_callbacks.transforms.tracing import flatten, is_variable, scan_arity, subjaxprs, variables
+from jaxmem_callbacks.transforms.tracing import flatten, is_stop, is_variable, scan_arity, subjaxprs, variables
 
 _MOVES = (
     " broadcast broadcast_in_dim concatenate convert_element_type copy copy_p device_put dynamic_slice "
@@ -368,11 +368,17 @@ def residual_values(eqns: Sequence[Any], resident: set[Any], active: set[Any]) -
     root = view_roots(eqns)
     found: dict[Any, None] = {}
     for eqn in eqns:
-        if active.isdisjoint(variables(eqn.invars)):
-            continue
-        active.update(var for var in eqn.outvars if is_inexact(var))
-        found.update((root.get(var, var), None) for var in needed_by(eqn, active))
+        if is_differentiated(eqn, active):
+            found.update((root.get(var, var), None) for var in needed_by(eqn, active))
     return [var for var in found if var not in resident]
+
+
+def is_differentiated(eqn: Any, active: set[Any]) -> bool:
+    """Whether an equation has a derivative: something that it takes is ``active``. Its results are added to that."""
+    if is_stop(eqn) or active.isdisjoint(variables(eqn.invars)):
+        return False
+    active.update(var for var in eqn.outvars if is_inexact(var))
+    return True
 
 
 def view_roots(eqns: Sequence[Any]) -> dict[Any, Any]:

@@ -26,6 +26,7 @@ from jaxmem_callbacks.transforms.costs import (
     equation_flops,
     has_product,
     inner_residual_bytes,
+    is_differentiated,
     is_fused,
     is_inexact,
     nbytes,
@@ -253,8 +254,7 @@ def _active(eqns: Sequence[Any], resident: set[Any]) -> set[Any]:
     """The values that are differentiated."""
     active = {var for var in resident if is_inexact(var)}
     for eqn in eqns:
-        if not active.isdisjoint(variables(eqn.invars)):
-            active.update(var for var in eqn.outvars if is_inexact(var))
+        is_differentiated(eqn, active)
     return active
 
 
@@ -299,9 +299,8 @@ def residual_rows(eqns: Sequence[Any], resident: Collection[Any]) -> tuple[np.nd
     count, roots, active = len(eqns), view_roots(eqns), {var for var in resident if is_inexact(var)}
     first, rows = dict[Any, int](), list[tuple[int, int, int]]()
     for index, eqn in enumerate(eqns):
-        if active.isdisjoint(variables(eqn.invars)):
+        if not is_differentiated(eqn, active):
             continue
-        active.update(var for var in eqn.outvars if is_inexact(var))
         for var in needed_by(eqn, active):
             first.setdefault(roots.get(var, var), index)
         rows.append((inner_residual_bytes(eqn), index, index))
@@ -327,10 +326,7 @@ def value_uses(eqns: Sequence[Any], resident: Collection[Any]) -> np.ndarray:
     roots, active = view_roots(eqns), {var for var in resident if is_inexact(var)}
     maker, number, rows = dict[Any, int](), dict[Any, int](), dict[tuple[int, ...], None]()
     for index, eqn in enumerate(eqns):
-        needed = []
-        if not active.isdisjoint(variables(eqn.invars)):
-            active.update(var for var in eqn.outvars if is_inexact(var))
-            needed = needed_by(eqn, active)
+        needed = needed_by(eqn, active) if is_differentiated(eqn, active) else []
         maker.update((var, index) for var in eqn.outvars if var not in resident and var not in roots)
         for used, is_derived in ((variables(eqn.invars), 0), (needed, 1)):
             for var in (roots.get(each, each) for each in used):

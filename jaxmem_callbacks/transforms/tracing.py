@@ -257,7 +257,7 @@ def operands_of(eqns: Iterable[Any]) -> dict[Any, None]:
 
 
 def flatten(closed: Any, *, hoist_constants: bool = True) -> Equations:
-    """Inline nested jits of a closed jaxpr and drop what nobody uses.
+    """Inline nested jits of a closed jaxpr, drop what nobody uses, and stop gradients where they begin to lead nowhere.
 
     Args:
         closed: What was traced.
@@ -265,7 +265,7 @@ def flatten(closed: Any, *, hoist_constants: bool = True) -> Equations:
             loop's body has no place for them: there such a jit stays one equation.
     """
     flat = inlined(closed, hoist_constants=hoist_constants)
-    return replace(flat, eqns=tuple(unused_dropped(flat.eqns, flat.outvars)))
+    return replace(flat, eqns=tuple(_stopped_early(unused_dropped(flat.eqns, flat.outvars), flat.outvars)))
 
 
 def inlined(closed: Any, *, hoist_constants: bool = True, is_inlined: Callable[[Any], bool] | None = None) -> Equations:
@@ -382,6 +382,41 @@ def unused_dropped(eqns: Sequence[Any], outvars: Sequence[Any]) -> list[Any]:
             needed.update(variables(eqn.invars))
             kept.append(eqn)
     return kept[::-1]
+
+
+def _stopped_early(eqns: Sequence[Any], outvars: Sequence[Any]) -> Sequence[Any]:
+    """The equations, with a `stop_gradient` before those whose results only lead to one, such as the maximum in a softmax.
+
+    JAX keeps nothing for the derivatives of such equations. A list of some of them does not show what their results lead to.
+    """
+    stop = next((eqn for eqn in eqns if is_stop(eqn)), None)
+    if stop is None:
+        return eqns
+    leading = set(variables(outvars))
+    for eqn in reversed(eqns):
+        if not is_stop(eqn) and (side_effects(eqn) or not leading.isdisjoint(eqn.outvars)):
+            leading.update(variables(eqn.invars))
+    found, stopped = list[Any](), dict[Any, Any]()
+    for eqn in eqns:
+        if is_stop(eqn) or side_effects(eqn) or not leading.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            continue
+        for var in dict.fromkeys(variables(eqn.invars)):
+            if var not in stopped and jax.dtypes.issubdtype(getattr(var.aval, "dtype", None), np.inexact):
+                stopped[var] = new_variable(var)
+                found.append(
+                    stop.replace(invars=[var], outvars=[stopped[var]], source_info=eqn.source_info, ctx=eqn.ctx)
+                )
+        found.append(
+            eqn.replace(invars=[stopped.get(atom, atom) if is_variable(atom) else atom for atom in eqn.invars])
+        )
+        stopped.update(zip(eqn.outvars, eqn.outvars, strict=True))
+    return found
+
+
+def is_stop(eqn: Any) -> bool:
+    """Whether an equation hands a value on and no gradient back."""
+    return eqn.primitive.name == "stop_gradient"
 
 
 def needed_equations(outvars: Sequence[Any], eqns: Sequence[Any]) -> list[Any]:
