@@ -115,8 +115,8 @@ def test_no_checkpoint_around_each_block_by_hand_beats_the_plan(net: str, target
     assert chosen.flops <= 1.001 * operations
 
 
-def compiler_for(budget: int | None) -> Compiler:
-    block, args = NETS["wide"]
+def compiler_for(budget: int | None, net: str = "wide") -> Compiler:
+    block, args = NETS[net]
     given = Budget(bytes=budget, limit_bytes=budget, reason="asked for")
     step = step_of(jm.value_and_grad, block)
     return Compiler(Problem(train_step=step, args=args, kwargs={}, target=None, budget=given))
@@ -144,7 +144,10 @@ def asked(
 @pytest.fixture(scope="module")
 def dearer() -> Any:
     """Which of the two lower ends computes more again, and which less."""
-    compiler = compiler_for(None)
+    return dearer_of(compiler_for(None))
+
+
+def dearer_of(compiler: Compiler) -> Any:
     ends = {each.segments: compiler.facts(each).flops for each in (FULL, BLOCKS)}
     return max(ends, key=ends.__getitem__), min(ends, key=ends.__getitem__)
 
@@ -164,10 +167,11 @@ def test_what_takes_no_more_bytes_and_operations_goes_on_alone(
 
 
 @pytest.mark.core
-def test_both_go_on_where_each_has_less_of_one(dearer: Any) -> None:
+def test_both_go_on_where_each_has_less_of_one() -> None:
     """Fewest bytes come first; above them what computes less again, from the bytes at which it begins."""
-    more, less = dearer
-    compiler, lower = compiler_for(None), ENDS[more]
+    compiler = compiler_for(None, "residual")
+    more, less = dearer_of(compiler)
+    lower = ENDS[more]
     kept = candidates_for(compiler, lower)[-1].bytes
     places, search = asked(compiler, {less: kept + kept // 2, more: kept}, kept=kept)
     assert search.full is search.found[lower]

@@ -167,7 +167,7 @@ class RematSearch:
 
     def _spread(self) -> list[CandidatePolicy]:
         """What to compile next of the offers, as far as compiles are left."""
-        offered = self._between
+        offered = _worth_keeping(self._between)
         points = list(zip(self._foreseen(offered), offered, strict=True))
         for found in self._of_other_cuts():
             place = sum(offer.flops > found.flops for _, offer in points)
@@ -445,6 +445,12 @@ def unbeaten(found: Sequence[CandidatePolicy]) -> list[CandidatePolicy]:
         if offer.work < chosen[-1].work:
             chosen.append(offer)
     return chosen
+
+
+def _worth_keeping(offered: Sequence[CandidatePolicy]) -> Sequence[CandidatePolicy]:
+    """The offers without the last ones, which keep more and win next to nothing of what keeping can win."""
+    enough = offered[-1].work + WORTH * (offered[0].work - offered[-1].work)
+    return offered[: 1 + next(place for place, offer in enumerate(offered) if offer.work <= enough)]
 
 
 def _joined(curves: Sequence[Sequence[FrontierPoint]]) -> list[FrontierPoint]:
