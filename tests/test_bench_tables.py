@@ -107,7 +107,7 @@ def test_the_table_of_a_target_is_that_of_the_rows(rows, sections, target):
 WORDS = {
     ("lstm", "chunked"): "the LSTM in chunks",
     ("dropout_transformer", "names"): "the dropout transformer by name",
-    ("mixture", "dots"): "`dots` of the mixture of experts",
+    ("linen_transformer", "dots"): "`dots` of the Linen transformer",
     ("resnet", "names"): "the ResNet by name",
 }
 
