@@ -191,6 +191,13 @@ def test_links_lead_from_one_view_to_another(browser: Browser, page: Path):
         f"return [middle(document.querySelector('#time .here')), middle({marks}.pop())]"
     )
     assert here == pytest.approx(mark, abs=2)
+    tops = browser.run(
+        "return ['#time .layer', '#time .in-use.area'].map(one => Math.min(..."
+        "[...document.querySelectorAll(one)].map(node => node.getBBox().y)))"
+    )
+    assert tops[0] > tops[1] + 200, (
+        "no live array reaches into the figure above, though none was counted in this stretch"
+    )
     browser.click(".tile .link")
     assert browser.run("return document.activeElement.closest('.view').id") == "peak"
     assert "train_step" in browser.run("return document.querySelector('#peak .crumbs').innerText")

@@ -100,7 +100,9 @@ function draw(run, view, chart, keys, width, again, page, sight) {
   if (planned) levels.push(["planned", planned, "planned"]);
 
   const visible = lines.filter(curve => !view.hidden.has(curve.figure));
-  const high = curve => Math.max(0, ...curve.high.filter((_, place) => inside(at(curve, place))));
+  // What is drawn begins before the first edge and goes on after the last: a value holds until the next.
+  const highest = (record, values) => { const [low, high] = places(record, at, from, to); return Math.max(0, ...values.slice(low, high + 1)); };
+  const high = curve => highest(curve, curve.high);
   const most = Math.max(1, ...visible.map(high));
   // A limit far above all that was used would press the lines to the ground: it is named, and not drawn.
   const drawn = levels.filter(([, size]) => size <= 4 * most || levels.every(level => level[1] > 4 * most && level[1] >= size));
@@ -132,7 +134,7 @@ function draw(run, view, chart, keys, width, again, page, sight) {
   if (stack) {
     const panel = panels[1];
     const sums = run.arrays.steps.map((_, place) => stack.reduce((sum, layer) => sum + layer.bytes[place], 0));
-    const peak = 1.06 * Math.max(1, ...sums.filter((_, place) => inside(at(run.arrays, place))));
+    const peak = 1.06 * Math.max(1, highest(run.arrays, sums));
     const up = scale(0, peak, panel.bottom, panel.top);
     grid(picture, up, peak, panel, width, "live arrays", 3);
     const base = run.arrays.steps.map(() => 0);
