@@ -102,22 +102,30 @@ class Browser:
         strokes = [{"type": kind, "value": _KEYS.get(key, key)} for key in keys for kind in ("keyDown", "keyUp")]
         self._act({"type": "key", "id": "keys", "actions": strokes})
 
-    def drag(self, start: tuple[float, float], end: tuple[float, float], *, holding: str = "") -> None:
-        """Press the mouse at one place of the window and release it at another, in pixels; a click where both are one."""
+    def drag(
+        self, start: tuple[float, float], end: tuple[float, float], *, holding: str = "", by: str = "mouse"
+    ) -> None:
+        """Press the mouse at one place of the window and release it at another, in pixels; a click where both are one.
+
+        ``by`` is ``touch`` for a finger.
+        """
         moves = [
             {"type": "pointerMove", "x": round(start[0] + share * (end[0] - start[0])), "y": round(end[1])}
             for share in (0.25, 0.5, 1.0)
         ]
         first = {"type": "pointerMove", "x": round(start[0]), "y": round(start[1])}
         pressed, released = {"type": "pointerDown", "button": 0}, {"type": "pointerUp", "button": 0}
-        mouse = {"type": "pointer", "id": "mouse", "actions": [first, pressed, *moves, released]}
+        mouse = {
+            "type": "pointer",
+            "id": by,
+            "parameters": {"pointerType": by},
+            "actions": [first, pressed, *moves, released],
+        }
         if not holding:
             self._act(mouse)
             return
-        waits = [{"type": "pause"}] * 4
-        key = {"value": _KEYS[holding]}
-        held = [{"type": "keyDown", **key}, *waits, {"type": "pause"}, {"type": "keyUp", **key}]
-        mouse["actions"].append({"type": "pause"})
+        key, waits = {"value": _KEYS[holding]}, [{"type": "pause"}] * len(moves)
+        held = [{"type": "keyDown", **key}, *waits, *waits[:2], {"type": "keyUp", **key}]
         self._act({"type": "key", "id": "keys", "actions": held}, mouse)
 
     def click(self, selector: str) -> None:

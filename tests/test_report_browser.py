@@ -176,6 +176,29 @@ def test_a_figure_is_zoomed_and_moved_by_mouse_keys_and_buttons(browser: Browser
     assert browser.errors() == []
 
 
+def test_a_slice_of_the_heap_is_found_with_a_finger(browser: Browser, page: Path):
+    """On a phone the whole map has slices of two pixels."""
+    try:
+        browser.resize(390, 900)
+        opened(browser, page)
+        assert browser.wait_for(lambda: count(browser, "#heap canvas"))
+        for _ in range(4):
+            browser.run("document.querySelector('#heap .lens [aria-label=\\'zoom in\\']').click()")
+        x, y, width = browser.run(
+            "const node = document.querySelector('#heap canvas'); node.scrollIntoView({block: 'center', behavior: 'instant'});"
+            "const box = node.getBoundingClientRect(); return [box.x, box.y + 25, box.width]"
+        )
+        words = "return document.querySelector('.tip:not([hidden])')?.innerText ?? ''"
+        found = set()
+        for share in (0.1, 0.3, 0.5, 0.7, 0.9):
+            browser.drag((x + share * width, y), (x + share * width, y), by="touch")
+            found.add(browser.run(words))
+            assert "at address 0x" in browser.run(words)
+        assert len(found) >= 4
+    finally:
+        browser.resize(1480, 960)
+
+
 def test_links_lead_from_one_view_to_another(browser: Browser, page: Path):
     """By mouse and by keyboard; the address stays as it was."""
     opened(browser, page)

@@ -237,6 +237,11 @@ export function untip() {
   if (box !== null) box.hidden = true;
 }
 
+// A mouse has left a figure. A finger has only been lifted: its words stay until another tap.
+export function gone(event, act) {
+  if (event.pointerType !== "touch") act();
+}
+
 export function swatch(style) {
   return el("i", { class: `swatch ${style}` });
 }

@@ -1,6 +1,6 @@
 // The heap: live arrays and holes by address, at the moments whose maps were kept.
 
-import { bytes, el, lens, scale, sized, swatch, tip, untip, whole } from "./draw.js";
+import { bytes, el, gone, lens, scale, sized, swatch, tip, untip, whole } from "./draw.js";
 
 const ROW = 30, GAP = 14, LABEL = 140;
 
@@ -90,7 +90,7 @@ function draw(heaps, fullest, style, host, width, go, view, sight) {
   };
   canvas.addEventListener("pointermove", words);
   canvas.addEventListener("pointerdown", words);
-  canvas.addEventListener("pointerleave", untip);
+  canvas.addEventListener("pointerleave", event => gone(event, untip));
   canvas.addEventListener("blur", untip);
   canvas.addEventListener("keydown", event => {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];

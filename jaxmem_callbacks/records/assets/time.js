@@ -1,6 +1,6 @@
 // Over time: memory of the device, the live arrays by line, the host; events, saves and compiles marked.
 
-import { bytes, choose, clock, el, lens, scale, sized, svg, swatch, switches, ticks, tip, untip, whole, wide } from "./draw.js";
+import { bytes, choose, clock, el, gone, lens, scale, sized, svg, swatch, switches, ticks, tip, untip, whole, wide } from "./draw.js";
 
 const LINES = {
   in_use_bytes: ["in use", "in-use"],
@@ -211,8 +211,10 @@ function draw(run, view, chart, keys, width, again, page, sight) {
     sight.place = place;
   };
   picture.addEventListener("arrived", () => point({ target: cursor }, sight.place));
-  cover.addEventListener("pointermove", event => point(event, x.back(event.clientX - picture.getBoundingClientRect().left)));
-  cover.addEventListener("pointerleave", () => { untip(); cursor.setAttribute("visibility", "hidden"); });
+  const seen = event => point(event, x.back(event.clientX - picture.getBoundingClientRect().left));
+  cover.addEventListener("pointermove", seen);
+  cover.addEventListener("pointerdown", seen);
+  cover.addEventListener("pointerleave", event => gone(event, () => { untip(); cursor.setAttribute("visibility", "hidden"); }));
   picture.addEventListener("blur", () => { untip(); cursor.setAttribute("visibility", "hidden"); });
   picture.addEventListener("keydown", event => {
     const span = to - from, place = sight.place >= from && sight.place <= to ? sight.place : (from + to) / 2;
