@@ -95,7 +95,7 @@ def test_what_computes_hardly_anything_again_is_nowhere_shown_as_free() -> None:
     recomputing = dataclasses.replace(recomputing, policy=jm.StepPolicy(remat="full", keep=1.0))
     plan = jm.Plan(samples.record([plain, recomputing], 1, 100 * MIB))
     assert [row.split()[-3] for row in str(plan).splitlines() if "MiB  " in row] == ["+0.0%", "+<0.1%"]
-    assert "<td>+&lt;0.1%</td>" in plan._repr_html_()
+    assert '<td class="right">+&lt;0.1%</td>' in plan._repr_html_()
     figure = plan.figure()
     assert figure.axes[0].get_title().endswith("90.0 MiB, +<0.1%")
     tables = [

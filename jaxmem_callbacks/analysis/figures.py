@@ -309,25 +309,25 @@ _IN_GIB = (*FIGURES, *DERIVED, *map(over_processes, (*FIGURES, *DERIVED)), *NAME
 _KNOWN = (*_IN_GIB, *(in_unit(figure, "MiB") for figure in _IN_GIB if figure.unit == "GiB"))
 
 
+RANGE = "window/"  # the group of the lowest and the highest of each window
+
+
 def range_tags(tag: str) -> tuple[str, str]:
     """The tags of the lowest and the highest of each window: in a group of their own, which TensorBoard shows after the figures.
 
     ``memory/in_use_gib`` has ``window/memory/in_use_gib/min`` and ``window/memory/in_use_gib/max``.
     """
-    return f"{_RANGE}{tag}/min", f"{_RANGE}{tag}/max"
+    return f"{RANGE}{tag}/min", f"{RANGE}{tag}/max"
 
 
 def end_of(tag: str) -> str:
     """``min`` or ``max``, where a tag is one of `range_tags`; else empty."""
-    return tag.rpartition("/")[2] if tag.startswith(_RANGE) else ""
-
-
-_RANGE = "window/"
+    return tag.rpartition("/")[2] if tag.startswith(RANGE) else ""
 
 
 def figure_of(tag: str) -> Figure | None:
     """The figure under a scalar's tag in either unit, lowest and highest included; None for what is not this library's."""
-    plain = tag.removeprefix(_RANGE).removesuffix(f"/{end_of(tag)}")
+    plain = tag.removeprefix(RANGE).removesuffix(f"/{end_of(tag)}")
     for figure in _KNOWN:
         if plain == figure.tag or (figure.tag.endswith("/") and plain.startswith(figure.tag)):
             return figure

@@ -391,12 +391,11 @@ def _attribute(name: str, value: str) -> str:
 
 def _table_html(table: Table) -> str:
     bars = table.bars or [None] * len(table.rows)
-    classes = [
-        _attribute("class", side if side == "right" else "") for side in table.sides or ["left"] * len(table.columns)
-    ]
+    sides = [_attribute("class", side if side == "right" else "") for side in table.sides]
 
     def cells(kind: str, texts: Sequence[str]) -> str:
-        return "".join(f"<{kind}{side}>{_cell_html(text)}</{kind}>" for text, side in zip(texts, classes, strict=True))
+        each = itertools.zip_longest(texts, sides[: len(texts)], fillvalue="")
+        return "".join(f"<{kind}{side}>{_cell_html(text)}</{kind}>" for text, side in each)
 
     head = cells("th", table.columns) + ('<th class="bar"></th>' if table.bars else "")
     body = "".join(f"<tr>{cells('td', row)}{_bar(bar)}</tr>" for row, bar in zip(table.rows, bars, strict=True))

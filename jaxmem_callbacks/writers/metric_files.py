@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import final
 
-from jaxmem_callbacks.analysis.figures import Window, figure_of
+from jaxmem_callbacks.analysis.figures import RANGE, Window, figure_of
 from jaxmem_callbacks.records.arguments import require_path
 from jaxmem_callbacks.records.files import append_to, write_file
 from jaxmem_callbacks.records.runs import MemoryEvent
@@ -102,8 +102,9 @@ def prometheus_text(step: int, scalars: Mapping[str, float], kinds: Mapping[str,
     gauges: dict[str, float] = {"jaxmem_step": step}
     for tag, value in scalars.items():
         figure = figure_of(tag)
-        scaled = tag if figure is None else re.sub("_[gm]ib", "_bytes", figure.tag) + tag[len(figure.tag) :]
-        _ = gauges.setdefault(f"jaxmem_{_NO_NAME.sub('_', scaled)}", value * (1 if figure is None else figure.divisor))
+        plain = tag.removeprefix(RANGE)
+        named = plain if figure is None else re.sub("_[gm]ib", "_bytes", plain, count=1)
+        _ = gauges.setdefault(f"jaxmem_{_NO_NAME.sub('_', named)}", value * (1 if figure is None else figure.divisor))
     lines = [line for name, value in gauges.items() for line in (f"# TYPE {name} gauge", f"{name} {_spelled(value)}")]
     lines.append("# TYPE jaxmem_events_total counter")
     lines += [f'jaxmem_events_total{{kind="{kind}"}} {count}' for kind, count in kinds.items()]
