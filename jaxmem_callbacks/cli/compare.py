@@ -110,7 +110,7 @@ def _put(document: Document, args: argparse.Namespace) -> None:
 
 
 def _verdict_first(document: Document) -> list[Block]:
-    """As on a page; a console ends with it, where one looks."""
+    """The blocks for a page. A console has the verdict last, where one looks."""
     *blocks, judgement = document.blocks
     return [judgement, *blocks]
 

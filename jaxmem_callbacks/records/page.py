@@ -94,11 +94,9 @@ def page_html(model: Mapping[str, Any]) -> str:
 
 
 def document_html(document: Document) -> str:
-    """A document as a page that fetches nothing and runs nothing. No script finds out whether it is dark: the browser says so."""
-    by_script, by_browser = (
-        '@media screen {\n  :root[data-scheme="dark"]',
-        "@media screen and (prefers-color-scheme: dark) {\n  :root",
-    )
+    """A document as a page that fetches nothing and runs nothing. The browser decides whether it is dark, no script."""
+    by_script = '@media screen {\n  :root[data-scheme="dark"]'
+    by_browser = "@media screen and (prefers-color-scheme: dark) {\n  :root"
     style = page_style().replace(by_script, by_browser)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

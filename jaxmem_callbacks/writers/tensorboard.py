@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import final
 
@@ -23,10 +23,8 @@ from jaxmem_callbacks.analysis.figures import (
     FIGURES,
     PLANNED,
     PRESET_LIMIT,
-    PROCESSES,
     PROGRAM,
     ByteUnit,
-    Figure,
     Window,
     end_of,
     figure_of,
@@ -75,8 +73,19 @@ _SHORT = {
     "memory/device_used_gib": "Whole device, by the driver",
 }
 _UNITS: tuple[ByteUnit, ...] = ("GiB", "MiB")  # a run has one of them
-_RANGES = "Range of each window: min, mean, max"
-_ALL = "All processes: min, mean, max"
+
+
+def _range_charts() -> Iterator[tuple[str, str, list[str]]]:
+    """Category, title and tags of each chart of a mean between the lowest and the highest."""
+    known = [in_unit(figure, unit) for figure in (*FIGURES, *DERIVED) for unit in _UNITS]
+    named = [(figure, _SHORT.get(figure.tag.replace("_mib", "_gib"))) for figure in known]
+    for category, of in (("Range of each window", lambda figure: figure), ("All processes", over_processes)):
+        for figure, short in ((of(figure), short) for figure, short in named if short):
+            tags = [figure.tag, *range_tags(figure.tag)]
+            yield f"{category}: min, mean, max", f"{short} [{figure.unit}], from {figure.source}", tags
+
+
+_RANGE_CHARTS = tuple(_range_charts())
 
 
 def layout_of(tags: Collection[str]) -> Layout:
@@ -92,20 +101,10 @@ def layout_of(tags: Collection[str]) -> Layout:
             patterns = [_pattern(tag_in(tag, unit)) for tag in lines]
             if any(re.match(pattern, tag) for pattern in patterns for tag in tags):
                 found.setdefault(category, {})[title.replace("[GiB]", f"[{unit}]")] = (_MULTILINE, patterns)
-    known = [in_unit(figure, unit) for figure in (*FIGURES, *DERIVED) for unit in _UNITS]
-    for category, figures in ((_RANGES, known), (_ALL, tuple(map(over_processes, known)))):
-        if ranged := dict(_ranges(tags, figures)):
-            found[category] = ranged
+    for category, title, lines in _RANGE_CHARTS:
+        if all(tag in tags for tag in lines):
+            found.setdefault(category, {})[title] = (_MULTILINE, list(map(_pattern, lines)))
     return found
-
-
-def _ranges(tags: Collection[str], figures: Iterable[Figure]) -> Iterator[tuple[str, Chart]]:
-    for figure in figures:
-        tags_of_range = [figure.tag, *range_tags(figure.tag)]
-        short = _SHORT.get(figure.tag.replace(PROCESSES, "memory/").replace("_mib", "_gib"))
-        if short and all(tag in tags for tag in tags_of_range):
-            chart = _MULTILINE, list(map(_pattern, tags_of_range))
-            yield f"{short} [{figure.unit}], from {figure.source}", chart
 
 
 def _pattern(tag: str) -> str:

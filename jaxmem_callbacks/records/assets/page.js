@@ -29,7 +29,7 @@ export function show(root, { title, entries, footer, notes = [] }) {
     if (!kept.has(key)) kept.set(key, initial);
     return kept.get(key);
   };
-  // Each view says how it shows one thing of its run; `go` is the way there from every other view.
+  // Each view registers how it shows one thing of its run; `go` is the way there from every other view.
   const ways = new WeakMap();
   const shows = (run, view, way) => ways.set(run, { ...ways.get(run), [view]: way });
   const page = { entries, picked: [], runs: [], again, keep, shows, go };
