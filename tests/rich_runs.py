@@ -59,11 +59,22 @@ HELD = (
     ),
 )
 
+# What the step's arguments are: of the embedding it takes the parameter and one moment, of each batch the newest.
+KINDS = {
+    "float32[50304,2048]": {"parameters": 2, "optimizer state": 2},
+    "float32[24,2048,8192]": {"parameters": 2},
+    "float32[24,8192,2048]": {"parameters": 2},
+    "float32[24,2048,6144]": {"parameters": 2},
+    "bfloat16[24,2048,8192]": {"optimizer state": 2},
+    "bfloat16[24,8192,2048]": {"optimizer state": 2},
+    "int32[16,2049]": {"batch": 1},
+}
+
 
 def write_rich_run(
     folder: Path, *, steps: int = 320, run: str = "rich", scale: float = 1.0, events: bool = True
 ) -> Path:
-    """Two devices, arrays by line, two saves, maps of the heap, compiles, a plan and four events.
+    """Two devices, arrays by kind and line, two saves, maps of the heap, compiles, a plan and four events.
 
     Args:
         folder: Where it is written.
@@ -84,7 +95,7 @@ def write_rich_run(
     for name, need in NEEDS.items():
         size = round(need * scale)
         figures = memory(name, size // 2, argument_bytes=size // 2, output_bytes=size // 3, alias_bytes=size // 3)
-        writer.write(dataclasses.replace(compiled(name), memory=figures, step=0, time_s=BEGAN + 1))
+        writer.write(dataclasses.replace(compiled(name), memory=figures, kinds=KINDS, step=0, time_s=BEGAN + 1))
     writer.write(Unavailable(figure="driver", device="gpu:0", reason="nvidia-ml-py is not installed"))
     before: ArrayCensus | None = None
     for step in range(steps):

@@ -160,3 +160,22 @@ def test_a_run_has_the_peak_of_every_registered_program(tmp_path):
     assert program["peak"]["bytes"] == program["bytes"]
     assert any("test_assigned_peak.py" in (each["source"] or "") for each in program["step"]["blocks"])
     assert all(each["bytes"] > 0 for each in program["step"]["blocks"])
+
+
+def test_live_arrays_of_a_run_are_divided_by_what_they_hold(tmp_path):
+    """A parameter and its two moments are alike in shape, dtype and line: the step's arguments show what they are."""
+    settings = MonitorSettings(window_s=0.01, scan_s=0.01, on_error="raise")
+    step = jm.jit_step(step_of(scanned))
+    state, batch = arguments()
+    kept = jax.tree.map(jnp.copy, state["params"])
+    with jm.MemoryMonitor(settings, logdir=tmp_path) as monitor:
+        for index in range(3):
+            state, metrics = step(state, batch)
+            monitor(index, metrics)
+    (story,) = stories_of(tmp_path)
+    by_kind: dict[str, int] = {}
+    for group in story_model(story)["arrays"]["groups"]:
+        by_kind[group["kind"]] = by_kind.get(group["kind"], 0) + group["bytes"][-1]
+    assert by_kind["parameters"] == sum(leaf.nbytes for leaf in jax.tree.leaves(state["params"]))
+    assert by_kind["optimizer state"] == sum(leaf.nbytes for leaf in jax.tree.leaves(state["opt_state"]))
+    assert by_kind["other arrays"] >= sum(leaf.nbytes for leaf in jax.tree.leaves(kept))

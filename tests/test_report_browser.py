@@ -63,7 +63,7 @@ def test_every_view_is_there_in_its_order(browser: Browser, page: Path):
             "What to do first:",
             "Steps 0 to 319 ran in 2 min 24 s on 2 x NVIDIA H100 80GB HBM3",
             "train_step needs 58.0 GiB",
-            "Live arrays by the line that made them",
+            "Live arrays by kind",
             "optimizer state 18.0 GiB, 35%",
             "full, keep 0.341",
             "keep: 0.341",
@@ -76,10 +76,30 @@ def test_every_view_is_there_in_its_order(browser: Browser, page: Path):
     ]
     assert places == sorted(places)
     assert count(browser, "#time path.line") >= 4, "in use, peak, largest free block, live arrays, host"
-    assert count(browser, "#time path.layer") == 6, "five lines of the training, and the rest"
+    assert count(browser, "#time path.layer") == 5, "parameters, optimizer state, batch, other arrays, smaller groups"
     assert count(browser, "#peak .cell") > 40
     assert count(browser, "#plan circle") == 6
     assert browser.errors() == []
+
+
+@pytest.mark.parametrize(
+    ("by", "first", "layers"),
+    [
+        ("kind", "optimizer state", 5),
+        ("line", "optax/_src/transform.py:273 (init_fn)", 6),
+        ("type", "bfloat16[24,2048,8192]", 10),
+    ],
+)
+def test_live_arrays_are_stacked_by_kind_line_and_type(browser: Browser, page: Path, by: str, first: str, layers: int):
+    opened(browser, page)
+    browser.run(
+        "[...document.querySelectorAll('#time button')].find(one => one.textContent === arguments[0]).click()",
+        f"by {by}",
+    )
+    names = "return [...document.querySelectorAll('#time .layers li span')].map(one => one.textContent)"
+    shown = browser.run(names)
+    assert shown[0] == first
+    assert len(shown) == layers == count(browser, "#time path.layer")
 
 
 def test_an_event_stands_at_its_step_and_opens_its_card(browser: Browser, page: Path):

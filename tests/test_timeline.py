@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxmem_callbacks.analysis.timeline import Curve, Stretch, Timeline, thinned
+from jaxmem_callbacks.analysis.timeline import Curve, Held, Stretch, Timeline, divided, thinned
 from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.arrays import ArrayCensus, HeapMap, LiveBuffer
 from jaxmem_callbacks.records.page import clean
@@ -65,6 +65,21 @@ def test_a_census_of_changes_holds_all_arrays():
     assert second.bytes == sum(group.bytes for group in whole.groups) + changed.bytes + MIB
 
 
+@given(
+    st.integers(1, 40),
+    st.integers(0, 10**12),
+    st.dictionaries(st.sampled_from(["parameters", "optimizer state", "batch"]), st.integers(1, 20)),
+)
+def test_like_arrays_are_divided_by_what_a_step_takes_of_them(count, size, kinds):
+    parts = divided(Held(bytes=size, count=count), kinds)
+    assert sum(parts.values()) == size
+    if sum(kinds.values()) > count:
+        assert list(parts) == [" or ".join(kinds)]
+    else:
+        assert all(abs(parts[kind] - size * number / count) < 1 for kind, number in kinds.items())
+        assert ("other arrays" in parts) == (count > sum(kinds.values()))
+
+
 def test_heap_maps_are_kept_at_the_moments_that_matter():
     timeline = Timeline()
     for step in range(60):
@@ -117,7 +132,9 @@ def test_a_program_that_needs_more_than_the_limit_does_not_fit(tmp_path):
     (story,) = stories_of(tmp_path)
     glance = story_model(story)["glance"]
     assert glance["level"] == "bad"
-    assert glance["verdict"] == "train_step does not fit: it needs 1.5 times the limit of 75.0 GiB."
+    assert glance["verdict"] == (
+        "train_step does not fit: it needs 1.5 times the limit of 75.0 GiB. eval_step fits: it needs 62.0 GiB."
+    )
     assert "train_step needs 116 GiB by its compiler, 1.5 times the limit" in story_model(story)["sentence"]
 
 

@@ -1,9 +1,10 @@
-"""A run over time, in bounded memory: curves of every figure and device, live arrays by line and type, and heap maps."""
+"""A run over time, in bounded memory: curves of every figure and device, live arrays by line, type and kind, and heap maps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import NamedTuple, final
 
 from jaxmem_callbacks.analysis.figures import FIELDS
@@ -27,6 +28,7 @@ _STRETCHES = 1000  # of one curve: more than a page has pixels
 _CENSUSES = 300
 _HEAPS = 10
 _COMPILES = 500
+OTHER_ARRAYS = "other arrays"  # than a step's arguments
 
 
 class Stretch(NamedTuple):
@@ -78,6 +80,18 @@ class Curve:
             self.stretches = thinned(self.stretches, _STRETCHES)
 
 
+class Held(NamedTuple):
+    """Live arrays that are alike.
+
+    Attributes:
+        bytes: Of all of them, on one device.
+        count: How many they are.
+    """
+
+    bytes: int
+    count: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArraysAt:
     """The live arrays of the device that held most of them, at one moment.
@@ -86,20 +100,37 @@ class ArraysAt:
         step: Or -1 before the first.
         time_s: Seconds since the epoch.
         device: Its label.
-        held: Line that made them and their type -> bytes.
+        held: Line that made them and their type -> what they are together.
         rest_bytes: Of smaller groups.
     """
 
     step: int
     time_s: float
     device: str
-    held: dict[tuple[str, str], int]
+    held: dict[tuple[str, str], Held]
     rest_bytes: int
 
     @property
     def bytes(self) -> int:
         """All of them."""
-        return self.rest_bytes + sum(self.held.values())
+        return self.rest_bytes + sum(held.bytes for held in self.held.values())
+
+
+def divided(held: Held, kinds: Mapping[str, int]) -> dict[str, int]:
+    """Bytes of like arrays by what they hold, where a step takes so many of each kind.
+
+    A step's arguments are alive while it is trained, so what is there besides is something else. Where some of them are missing,
+    as before they are made, it is not known which.
+    """
+    wanted = sum(kinds.values())
+    if not wanted:
+        return {OTHER_ARRAYS: held.bytes}
+    if held.count < wanted:
+        return {" or ".join(kinds): held.bytes}
+    others = held.count - wanted
+    parts = {**kinds, OTHER_ARRAYS: others} if others else kinds
+    ends = [held.bytes * upto // held.count for upto in accumulate(parts.values(), initial=0)]
+    return {kind: end - begin for kind, (begin, end) in zip(parts, pairwise(ends), strict=True)}
 
 
 class CompiledAt(NamedTuple):
@@ -130,6 +161,7 @@ class Timeline:
         self.arrays: list[ArraysAt] = []
         self.heaps: list[HeapMap] = []
         self.compiles: list[CompiledAt] = []
+        self.kinds: dict[str, dict[str, int]] = {}
 
     @property
     def curves(self) -> Sequence[Curve]:
@@ -155,11 +187,17 @@ class Timeline:
             case HeapMap():
                 self._keep(record)
             case Compilation():
-                size = record.memory and record.memory.step_bytes
-                at = CompiledAt(record.program, record.step, record.time_s, size, record.changed)
-                self.compiles = [*self.compiles, at][-_COMPILES:]
+                self._compiled(record)
             case _:
                 pass
+
+    def _compiled(self, record: Compilation) -> None:
+        size = record.memory and record.memory.step_bytes
+        at = CompiledAt(record.program, record.step, record.time_s, size, record.changed)
+        self.compiles = [*self.compiles, at][-_COMPILES:]
+        for type_text, kinds in record.kinds.items():
+            known = self.kinds.setdefault(type_text, {})
+            known |= {kind: max(count, known.get(kind, 0)) for kind, count in kinds.items()}
 
     def _curve(self, figure: str, device: str) -> Curve:
         return self._curves.setdefault((figure, device), Curve(figure=figure, device=device))
@@ -171,11 +209,12 @@ class Timeline:
             for device in group.devices:
                 held[device] = held.get(device, 0) + group.bytes
         fullest = max(held, key=lambda device: held[device], default="")
-        by_line: dict[tuple[str, str], int] = {}
+        by_line: dict[tuple[str, str], Held] = {}
         for group in census.groups:
             if fullest in group.devices:
                 key = group.site, group.type_text
-                by_line[key] = by_line.get(key, 0) + group.bytes
+                known = by_line.get(key, Held(0, 0))
+                by_line[key] = Held(known.bytes + group.bytes, known.count + group.count)
         now = ArraysAt(
             step=census.step, time_s=census.time_s, device=fullest, held=by_line, rest_bytes=census.left_out_bytes
         )

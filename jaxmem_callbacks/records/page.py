@@ -22,7 +22,7 @@ from jaxmem_callbacks.records.terminal import shown
 
 FORMAT = 1  # of a model
 # Each after those that it imports.
-_MODULES = ("draw.js", "time.js", "peak.js", "perfetto.js", "step.js", "plan.js", "heap.js", "page.js")
+_MODULES = ("draw.js", "peak.js", "time.js", "perfetto.js", "step.js", "plan.js", "heap.js", "page.js")
 _IMPORT = re.compile(r"^import (\{[^}]*\}) from \"\./(\w+)\.js\";$", re.MULTILINE)
 _EXPORT = re.compile(r"^export ((?:async )?(?:function|const) (\w+))", re.MULTILINE)
 _MODEL = "memory-model"

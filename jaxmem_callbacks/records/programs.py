@@ -137,6 +137,8 @@ class Compilation:
         time_s: When, in seconds since the epoch.
         signature: Argument path -> dtype and shape, such as ``("batch['x']", "float32[8,128]")``; sharding is added where
             it is not a single device's.
+        kinds: Dtype and shape -> what arguments of it hold -> how many of them are on the device, such as
+            ``{"float32[8,128]": {"parameters": 1, "optimizer state": 2}}``.
         changed: What differs from the compile before, one sentence an argument; empty for the first compile.
         memory: What the compiled program needs, or None with the reason in ``unavailable``.
         unavailable: Why ``memory`` is None.
@@ -156,6 +158,7 @@ class Compilation:
     program: str
     time_s: float
     signature: tuple[tuple[str, str], ...]
+    kinds: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
     changed: tuple[str, ...] = ()
     memory: ProgramMemory | None = None
     unavailable: str | None = None

@@ -5,13 +5,13 @@ Every text has been through `records.terminal.shown`. What is long is thinned he
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxmem_callbacks.analysis.figures import FIELDS, NAMES, Point
 from jaxmem_callbacks.analysis.heap_map import layout_of
 from jaxmem_callbacks.analysis.run_summary import ProgramSummary, RunSummary, plan_row
-from jaxmem_callbacks.analysis.timeline import ArraysAt, Curve, Stretch, thinned
+from jaxmem_callbacks.analysis.timeline import ArraysAt, Curve, Stretch, divided, thinned
 from jaxmem_callbacks.config.presets import preset_to_yaml
 from jaxmem_callbacks.records.arrays import HeapMap
 from jaxmem_callbacks.records.documents import Block, as_blocks
@@ -69,7 +69,7 @@ def run_model(story: RunSummary, *, name: str, sentence: str, details: Sequence[
             "glance": _glance(story),
             "curves": [_curve(each, share) for each in timeline.curves],
             "limit_bytes": story.limit_bytes,
-            "arrays": _arrays(timeline.arrays),
+            "arrays": _arrays(timeline.arrays, timeline.kinds),
             "events": [event_model(*each) for each in enumerate(story.events)],
             "elsewhere": [
                 {"where": each.where, **event_model(0, each.event)} for each in story.elsewhere.events[:_EVENTS_IN_FULL]
@@ -100,7 +100,7 @@ def _glance(story: RunSummary) -> dict[str, Any]:
     largest = max(story.needs, key=lambda name: story.needs[name], default=None)
     need = None if largest is None else story.needs[largest]
     failure = _failure(story)
-    level, verdict = failure or _verdict(limit, None if high is None else high.bytes, largest, need)
+    level, verdict = failure or _verdict(limit, None if high is None else high.bytes, story.needs)
     what = "in use" if "in_use_bytes" in story.highs else "live arrays, without temporaries"
     return {
         "level": level,
@@ -113,13 +113,19 @@ def _glance(story: RunSummary) -> dict[str, Any]:
     }
 
 
-def _verdict(limit: int | None, high: int | None, program: str | None, need: int | None) -> tuple[str, str]:
+def _verdict(limit: int | None, high: int | None, needs: Mapping[str, int]) -> tuple[str, str]:
     """Whether it fits, in a word for the page's colour and in a sentence."""
     if limit is None:
         return "unknown", "Whether it fits is unknown: nothing reported a limit here."
-    if need is not None and need > limit:
-        return "bad", f"{program} does not fit: it needs {need / limit:.1f} times the limit of {format_bytes(limit)}."
-    most = max(high or 0, need or 0)
+    largest_first = sorted(needs.items(), key=lambda each: -each[1])
+    if largest_first and largest_first[0][1] > limit:
+        program, need = largest_first[0]
+        words = f"{program} does not fit: it needs {need / limit:.1f} times the limit of {format_bytes(limit)}."
+        fits = next(
+            (f" {name} fits: it needs {format_bytes(size)}." for name, size in largest_first if size <= limit), ""
+        )
+        return "bad", words + fits
+    most = max(high or 0, *needs.values(), 0)
     if not most:
         return "unknown", "Whether it fits is unknown: no memory was read, and no program reported what it needs."
     left = limit - most
@@ -198,14 +204,14 @@ def curves_of_points(points: Sequence[Point]) -> list[dict[str, Any]]:
     return found
 
 
-def _arrays(moments: Sequence[ArraysAt]) -> dict[str, Any] | None:
-    """Bytes by line and type over time; the smaller ones of all moments together."""
+def _arrays(moments: Sequence[ArraysAt], kinds: Mapping[str, Mapping[str, int]]) -> dict[str, Any] | None:
+    """Bytes by line, type and kind over time; the smaller ones of all moments together."""
     size = -(-len(moments) // _MOMENTS)
     kept = [max(moments[at : at + size], key=lambda each: each.bytes) for at in range(0, len(moments), max(size, 1))]
     most: dict[tuple[str, str], int] = {}
     for moment in kept:
         for key, held in moment.held.items():
-            most[key] = max(held, most.get(key, 0))
+            most[key] = max(held.bytes, most.get(key, 0))
     if not most:
         return None
     named = sorted(most, key=lambda key: -most[key])[:_LINES]
@@ -213,13 +219,17 @@ def _arrays(moments: Sequence[ArraysAt]) -> dict[str, Any] | None:
         "device": kept[-1].device,
         "steps": [each.step for each in kept],
         "times": [round(each.time_s, 2) for each in kept],
-        "groups": [
-            {"line": line, "type": kind, "bytes": [each.held.get((line, kind), 0) for each in kept]}
-            for line, kind in named
-        ],
-        "rest": [each.bytes - sum(each.held.get(key, 0) for key in named) for each in kept],
+        "groups": [group for key in named for group in _groups(key, kept, kinds.get(key[1], {}))],
+        "rest": [each.bytes - sum(each.held[key].bytes for key in named if key in each.held) for each in kept],
         "rest_count": len(most) - len(named),
     }
+
+
+def _groups(key: tuple[str, str], moments: Sequence[ArraysAt], kinds: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Like arrays over time, one group for each kind that they are of."""
+    parts = [divided(each.held[key], kinds) if key in each.held else {} for each in moments]
+    for kind in {name: None for each in parts for name in each}:
+        yield {"line": key[0], "type": key[1], "kind": kind, "bytes": [each.get(kind, 0) for each in parts]}
 
 
 def event_model(number: int, event: MemoryEvent) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import math
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -196,10 +197,14 @@ class Program:
             changed: What differs from the compile before.
         """
         lost = [use for use in lost_donations(self.uses) if not use.passing]  # of a batch nothing is lost
+        kinds: dict[str, Counter[str]] = {}
+        for use in (use for use in self.uses if not use.on_host):
+            kinds.setdefault(use.type_text, Counter())[use.kind] += 1
         return Compilation(
             program=name,
             time_s=time.time(),
             signature=self.signature,
+            kinds={type_text: dict(counts) for type_text, counts in kinds.items()},
             changed=changed,
             memory=self.memory,
             unavailable=self.unavailable,

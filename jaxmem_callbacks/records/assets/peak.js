@@ -6,6 +6,7 @@ import { bytes, choose, el, fit, link, percent, put, signed, sized, svg, swatch,
 const COLOURS = {
   parameters: "s0", arguments: "s0", "optimizer state": "s1", gradients: "s2", "saved activations": "s3", temporaries: "s4",
   batch: "s5", results: "s6", state: "s9", constants: "s8", other: "s7",
+  "other arrays": "s8",
 };
 
 export function colour(group) {

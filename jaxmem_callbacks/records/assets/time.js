@@ -1,5 +1,6 @@
-// Over time: memory of the device, the live arrays by line, the host; events, saves and compiles marked.
+// Over time: memory of the device, the live arrays by kind, line or type, the host; events, saves and compiles marked.
 
+import { colour } from "./peak.js";
 import { bytes, choose, clock, el, gone, lens, scale, sized, svg, swatch, switches, ticks, tip, untip, whole, wide } from "./draw.js";
 
 const LINES = {
@@ -12,7 +13,9 @@ const LINES = {
   device_used_bytes: ["whole device, all processes", "driver"],
 };
 const LEFT = 74, RIGHT = 14, TOP = 30, GAP = 38, BOTTOM = 34;
-const EVERY = "each device";
+const EVERY = "each device", OTHER = "other arrays";
+// What the live arrays are stacked by -> in the legend.
+const STACKS = { kind: "by kind", line: "by the line that made them", type: "by type" };
 
 export function overTime(run, page) {
   const curves = run.curves || [];
@@ -20,7 +23,9 @@ export function overTime(run, page) {
   const onDevice = curves.filter(curve => LINES[curve.figure]);
   const devices = [...new Set(onDevice.map(curve => curve.device))];
   const forward = curves.every(curve => curve.steps.every((step, at) => at === 0 || step >= curve.steps[at - 1]));
-  const view = page.keep(run, "time", { by: forward ? "steps" : "times", device: fullest(run, devices), stack: "line",
+  // A run whose steps are not registered has no kinds.
+  const stacks = Object.keys(STACKS).filter(by => by !== "kind" || run.arrays && run.arrays.groups.some(group => group.kind !== OTHER));
+  const view = page.keep(run, "time", { by: forward ? "steps" : "times", device: fullest(run, devices), stack: stacks[0],
     hidden: new Set(["pool_bytes"]), from: null, to: null, here: null });
   const keys = el("ul", { class: "keys" });
   const chart = el("div", { class: "chart" });
@@ -39,7 +44,7 @@ export function overTime(run, page) {
       value => { view.device = value; again(); }) : null,
     forward ? switches("horizontal axis", [["steps", "step"], ["times", "time"]], view.by,
       value => { view.by = value; view.from = view.to = null; again(); }) : null,
-    run.arrays ? switches("live arrays", [["line", "by line"], ["type", "by type"]], view.stack,
+    run.arrays ? switches("live arrays", stacks.map(by => [by, `by ${by}`]), view.stack,
       value => { view.stack = value; again(); }) : null,
     sight.controls, el("span", { class: "hint" }, "Drag to zoom, with Shift to move. Arrow keys, + and \u2212 work too."));
   return el("div", {}, controls, chart, keys);
@@ -138,12 +143,11 @@ function draw(run, view, chart, keys, width, again, page, sight) {
     const up = scale(0, peak, panel.bottom, panel.top);
     grid(picture, up, peak, panel, width, "live arrays", 3);
     const base = run.arrays.steps.map(() => 0);
-    stack.forEach((layer, number) => {
+    stack.forEach(layer => {
       const under = [...base];
       layer.bytes.forEach((size, place) => { base[place] += size; });
       const [held, brief] = ribbon(run.arrays, under, base, x, up, at, from, to);
-      const style = `s${number % 10}${layer.rest ? " rest" : ""}`;
-      picture.append(svg("path", { class: `layer ${style}`, d: held }), brief ? svg("path", { class: style, d: brief }) : "");
+      picture.append(svg("path", { class: `layer ${layer.style}`, d: held }), brief ? svg("path", { class: layer.style, d: brief }) : "");
     });
   }
   if (host.length) {
@@ -194,10 +198,9 @@ function draw(run, view, chart, keys, width, again, page, sight) {
     if (stack) {
       const found = held(run.arrays, at, place);
       if (found !== null) {
-        const layers = stack.map((layer, number) => [layer, number]).filter(([layer]) => layer.bytes[found] > 0)
-          .sort((a, b) => b[0].bytes[found] - a[0].bytes[found]).slice(0, 5);
-        few.push(el("div", { class: "apart" }, "live arrays"), ...layers.map(([layer, number]) =>
-          el("div", {}, swatch(layer.rest ? "rest" : `s${number % 10}`), layer.name, el("b", {}, bytes(layer.bytes[found])))));
+        const layers = stack.filter(layer => layer.bytes[found] > 0).sort((a, b) => b.bytes[found] - a.bytes[found]).slice(0, 5);
+        few.push(el("div", { class: "apart" }, "live arrays"), ...layers.map(layer =>
+          el("div", {}, swatch(layer.style), layer.name, el("b", {}, bytes(layer.bytes[found])))));
       }
     }
     return few;
@@ -277,8 +280,8 @@ function legend(keys, run, view, lines, host, stack, levels, above, again) {
   if ((run.saves || []).length) rows.push(el("li", {}, swatch("save"), "checkpoint saves"));
   if ((run.compiles || []).some(one => one.step !== null || view.by === "times")) rows.push(el("li", {}, swatch("compile"), "compiles"));
   const layers = stack ? el("li", { class: "wide" }, el("details", { open: stack.length < 7 },
-    el("summary", {}, `Live arrays ${view.stack === "line" ? "by the line that made them" : "by type"}`),
-    el("ol", { class: "layers" }, stack.map((layer, number) => el("li", {}, swatch(layer.rest ? "rest" : `s${number % 10}`),
+    el("summary", {}, `Live arrays ${STACKS[view.stack]}`),
+    el("ol", { class: "layers" }, stack.map(layer => el("li", {}, swatch(layer.style),
       el("span", {}, layer.name), el("b", {}, bytes(Math.max(...layer.bytes)))))))) : null;
   keys.replaceChildren(...rows, ...(layers ? [layers] : []));
 }
@@ -291,7 +294,8 @@ function stacked(arrays, by) {
   }
   const found = [...layers].map(([name, sizes]) => ({ name, bytes: sizes }))
     .sort((a, b) => Math.max(...b.bytes) - Math.max(...a.bytes));
-  if (arrays.rest.some(size => size > 0)) found.push({ name: arrays.rest_count ? `${arrays.rest_count} smaller groups and the rest` : "smaller groups", bytes: arrays.rest, rest: true });
+  found.forEach((layer, number) => { layer.style = by === "kind" ? colour(layer.name) : `s${number % 10}`; });
+  if (arrays.rest.some(size => size > 0)) found.push({ name: arrays.rest_count ? `${arrays.rest_count} smaller groups and the rest` : "smaller groups", bytes: arrays.rest, style: "rest" });
   return found;
 }
 
