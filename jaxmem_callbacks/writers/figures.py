@@ -111,6 +111,7 @@ DEVICE_LINES = {
     "memory/device_used_gib": ("whole device (driver)", "#bdbdbd"),
 }
 _MOST_PROGRAMS = 4
+_UNITS = {GIB: "GiB", MIB: "MiB"}
 HOST = "memory/host_gib"
 EVENT_COLOURS: dict[EventKind, str] = {
     "near_oom": "#d62728",
@@ -156,7 +157,9 @@ def draw_over_time(
     FigureCanvasAgg(figure)
     device, host = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     _draw_device(device, points, limit_bytes, needs or {})
-    _draw_line(host, points, HOST, GIB, label="host, resident", color="#7f7f7f")
+    unit = _unit_of(point.highs.get(HOST, 0.0) * GIB for point in points)
+    _draw_line(host, points, HOST, unit, label="host, resident", color="#7f7f7f")
+    host.set_ylabel(f"host,\n{_UNITS[unit]}", fontsize="small")
     _shade(device, host, saves)
     _mark_events(device, host, events)
     _name_axes(figure, device, host)
@@ -169,8 +172,8 @@ def draw_over_time(
 
 
 def _draw_device(axes: Any, points: Sequence[Point], limit_bytes: int | None, needs: Mapping[str, int]) -> None:
-    highest = max((point.highs.get(tag, 0.0) * GIB for point in points for tag in DEVICE_LINES), default=0.0)
-    unit = GIB if max(highest, limit_bytes or 0, *needs.values(), 0) >= GIB else MIB
+    drawn = (point.highs.get(tag, 0.0) * GIB for point in points for tag in DEVICE_LINES)
+    unit = _unit_of((*drawn, *needs.values(), limit_bytes or 0))
     for tag, (label, colour) in DEVICE_LINES.items():
         _draw_line(axes, points, tag, unit, label=label + _place(points, tag), color=colour)
     largest = sorted(needs.items(), key=lambda item: -item[1])
@@ -178,7 +181,12 @@ def _draw_device(axes: Any, points: Sequence[Point], limit_bytes: int | None, ne
         axes.axhline(need / unit, linestyle=":", color=f"C{4 + number % 5}", label=f"{_short(name, 15)} needs")
     if limit_bytes is not None:
         axes.axhline(limit_bytes / unit, linestyle="--", color="#d62728", label="limit")
-    axes.set_ylabel("device, GiB" if unit == GIB else "device, MiB", fontsize="small")
+    axes.set_ylabel(f"device, {_UNITS[unit]}", fontsize="small")
+
+
+def _unit_of(sizes: Iterable[float]) -> int:
+    """In which an axis is written that has these bytes."""
+    return GIB if max(sizes, default=0) >= GIB else MIB
 
 
 def _place(points: Sequence[Point], tag: str) -> str:
@@ -219,7 +227,6 @@ def _mark_events(device: Any, host: Any, events: Sequence[MemoryEvent]) -> None:
 
 
 def _name_axes(figure: Any, device: Any, host: Any) -> None:
-    host.set_ylabel("host,\nGiB", fontsize="small")
     figure.align_ylabels()
     host.set_xlabel("step", fontsize="small")
     for axes in (device, host):

@@ -107,6 +107,8 @@ def _worth(box: Box, point: tuple[float, float], others: Sequence[Box], lines: S
 
 TAG = "plan/frontier"
 _SIZE, _DPI = (7.0, 4.7), 144
+# Of the picture for TensorBoard, which shows 350 pixels of its width: letters are of twice the size that can be read.
+_SMALL, _SMALL_DPI = (4.0, 4.0), 175
 _POINTS = 72  # typographic points an inch, the unit of label places
 _LETTERS = 8.5
 _FEW = 8  # candidates whose labels also have their figures
@@ -127,27 +129,55 @@ def plan_figure(record: PlanRecord, frontier: Collection[Candidate]) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
-    axes = figure.add_subplot()
-    shown = _shown(record)
-    unit = GIB if max(_needs(record), default=0) > 2 * GIB else MIB
-    places = {id(each): _place(each, record, unit) for each in shown}
-    _draw_frontier(axes, sorted(places[id(each)] for each in shown if each in frontier))
-    _draw_limits(axes, record, unit)
-    for each in shown:
-        _draw_point(axes, each, record, places[id(each)])
-    _name_axes(figure, axes, record, shown, unit)
-    _draw_labels(figure, axes, record, [(each, places[id(each)]) for each in shown])
+    axes, places = _draw(figure, record, frontier)
+    shown = [each for each, _ in places]
+    _name_axes(axes, record, shown)
+    chosen = record.candidates[record.chosen]
+    figure.suptitle(_subject(record), fontsize=11, fontweight="bold")
+    axes.set_title(f"{_verdict(record)} {candidate_words(chosen, record)}; {_figures(chosen, record)}", fontsize=10)
+    _draw_legend(figure, _legend(record, shown), fontsize=9)
+    _draw_labels(figure, axes, record, places, with_figures=len(shown) <= _FEW)
     return figure
 
 
 def plan_picture(record: PlanRecord, frontier: Collection[Candidate], *, step: int, time_s: float) -> Picture:
-    """The figure as PNG, for writers."""
+    """The same in few words as PNG, for writers: of the points only the chosen one and the two ends have a name."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    figure, file = plan_figure(record, frontier), io.BytesIO()
+    figure, file = Figure(figsize=_SMALL, dpi=_SMALL_DPI, layout="constrained"), io.BytesIO()
+    axes, places = _draw(figure, record, frontier)
+    axes.tick_params(labelsize=_LETTERS)
+    axes.set_xlabel("needed on one device", fontsize=_LETTERS)
+    axes.set_ylabel("operations computed again", fontsize=_LETTERS)
+    chosen = record.candidates[record.chosen]
+    words = f"{_verdict(record)} {candidate_words(chosen, record)}\n{_figures(chosen, record)}"
+    figure.suptitle(f"{_subject(record)}\n{words}", fontsize=_LETTERS, x=0.02, ha="left")
+    _draw_legend(figure, _legend(record, [each for each, _ in places]), fontsize=_LETTERS)
+    ends = (
+        (places[0], min(places, key=lambda each: each[1]), min(places, key=lambda each: each[1][::-1]))
+        if places
+        else ()
+    )
+    _draw_labels(figure, axes, record, list(dict.fromkeys(ends)), with_figures=False)
     FigureCanvasAgg(figure).print_png(file)
-    width, height = (round(side * _DPI) for side in _SIZE)
+    width, height = (round(side * _SMALL_DPI) for side in _SMALL)
     return Picture(tag=TAG, step=step, time_s=time_s, png=file.getvalue(), width=width, height=height)
+
+
+def _draw(
+    figure: Any, record: PlanRecord, frontier: Collection[Candidate]
+) -> tuple[Any, list[tuple[Candidate, tuple[float, float]]]]:
+    """Points, lines and scales; no words but the ticks'. Returns the axes, and what is drawn with its place."""
+    axes = figure.add_subplot()
+    unit = GIB if max(_needs(record), default=0) > 2 * GIB else MIB
+    places = [(each, _place(each, record, unit)) for each in _shown(record)]
+    _draw_frontier(axes, sorted(place for each, place in places if each in frontier))
+    _draw_limits(axes, record, unit)
+    for each, place in places:
+        _draw_point(axes, each, record, place)
+    _scale_axes(axes, record, unit)
+    return axes, places
 
 
 def _shown(record: PlanRecord) -> list[Candidate]:
@@ -211,7 +241,7 @@ def _is_near(limit: int, record: PlanRecord) -> bool:
     return bool(sizes) and _NEAR[0] * min(sizes) <= limit <= _NEAR[1] * max(sizes)
 
 
-def _name_axes(figure: Any, axes: Any, record: PlanRecord, shown: Sequence[Candidate], unit: int) -> None:
+def _scale_axes(axes: Any, record: PlanRecord, unit: int) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     sizes = _needs(record) or [1]
@@ -228,21 +258,31 @@ def _name_axes(figure: Any, axes: Any, record: PlanRecord, shown: Sequence[Candi
     left, right = axes.get_xlim()
     axes.set_xlim(min(left, 0.97 * right), max(right, 1.03 * left))
     _shade_what_is_too_much(axes, record, unit)
+    axes.grid(visible=True, alpha=0.25)
+
+
+def _name_axes(axes: Any, record: PlanRecord, shown: Sequence[Candidate]) -> None:
     where = "the attached device's compiler" if record.target == "attached" else f"the compiler for {record.target}"
     more = [f"{format_bytes(record.resident_bytes)} resident"] if record.resident_bytes else []
     more += ["the largest program"] if any(each.sets_need for each in shown) else []
     axes.set_xlabel(f"needed on one device, by {where}" + (f"; with {' and '.join(more)}" if more else ""))
     axes.set_ylabel("operations computed again, of the plain step's\n(FLOPs, counted in the trace)")
-    axes.grid(visible=True, alpha=0.25)
-    chosen = record.candidates[record.chosen]
-    verdict = "nothing fits; nearest:" if chosen.fits is False else "chosen:"
+
+
+def _verdict(record: PlanRecord) -> str:
+    return "nothing fits; nearest:" if record.candidates[record.chosen].fits is False else "chosen:"
+
+
+def _subject(record: PlanRecord) -> str:
     devices = f", {record.device_count} devices" if record.device_count > 1 else ""
     place = f"the attached {record.platform}" if record.target == "attached" else record.target
-    figure.suptitle(f"{record.step} on {place}{devices}", fontsize=11, fontweight="bold")
-    axes.set_title(f"{verdict} {candidate_words(chosen, record)}; {_figures(chosen, record)}", fontsize=10)
+    return f"{record.step} on {place}{devices}"
+
+
+def _draw_legend(figure: Any, handles: Sequence[Any], *, fontsize: float) -> None:
     for columns in (2, 1):
         legend = figure.legend(
-            handles=_legend(record, shown), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
+            handles=handles, loc="outside lower center", ncols=columns, frameon=False, fontsize=fontsize
         )
         if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
             break
@@ -290,13 +330,16 @@ def _figures(candidate: Candidate, record: PlanRecord) -> str:
 
 
 def _draw_labels(
-    figure: Any, axes: Any, record: PlanRecord, shown: Sequence[tuple[Candidate, tuple[float, float]]]
+    figure: Any,
+    axes: Any,
+    record: PlanRecord,
+    shown: Sequence[tuple[Candidate, tuple[float, float]]],
+    *,
+    with_figures: bool,
 ) -> None:
     """Labels near their points, none over another, and a thin line to those that had to go further away."""
     texts = [
-        f"{candidate_words(each, record)}\n{_figures(each, record)}"
-        if len(shown) <= _FEW
-        else candidate_words(each, record)
+        f"{candidate_words(each, record)}\n{_figures(each, record)}" if with_figures else candidate_words(each, record)
         for each, _ in shown
     ]
     figure.draw_without_rendering()  # now the axes have their place
