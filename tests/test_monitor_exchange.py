@@ -53,7 +53,9 @@ def test_lowest_mean_and_highest_name_the_process_in_whole_bytes():
     held = across.figures["in_use_bytes"]
     assert (held.low, held.low_process, held.mean) == (GIB, 0, 2.75 * GIB)
     assert (held.high, held.high_process, held.high_device) == (5 * GIB, 1, "gpu:2")
-    assert all(type(each) is int for each in (held.low, held.mean, held.high))
+    assert all(type(each) is int for each in (held.low, held.mean, held.high, *held.highs.values()))
+    assert held.highs == {"0": 2 * GIB, "1": 5 * GIB}
+    assert across.figures["headroom_bytes"].highs == {}, "no page draws it"
     assert (across.figures["headroom_bytes"].low, across.figures["headroom_bytes"].low_process) == (3 * GIB, 1)
     assert (across.step, across.processes, across.heard, across.silent) == (7, 2, 2, ())
     scalars = across_scalars(across)

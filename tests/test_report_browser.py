@@ -13,10 +13,12 @@ import pytest
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.cli.main import main
+from jaxmem_callbacks.readers.runs import fields_of
+from jaxmem_callbacks.records.runs import AcrossFigure, AcrossProcesses
 from jaxmem_callbacks.records.units import format_bytes
 from tests.browser import Browser, contrasts, cut_off, cut_off_when_narrow, keep_picture
-from tests.rich_runs import rich_plan, write_rich_run
-from tests.sample_runs import HOSTILE, hostile_plan, write_run
+from tests.rich_runs import GIB, STEP_S, rich_plan, write_rich_run
+from tests.sample_runs import BEGAN, HOSTILE, hostile_plan, write_run
 
 pytestmark = pytest.mark.browser
 VIEWS = [
@@ -475,3 +477,35 @@ def test_contrast_and_overflow_can_fail(browser: Browser, tmp_path: Path):
     browser.open(toy.as_uri())
     assert contrasts(browser) == (2, ["pale"])
     assert cut_off(browser) == ["wide"]
+
+
+def test_another_process_has_curves_of_its_own(browser: Browser, tmp_path: Path):
+    with (write_rich_run(tmp_path, steps=40) / "memory.jsonl").open("a") as file:
+        for step in range(0, 40, 5):
+            highs = {"in_use_bytes": (40, 44 + step / 10), "host_bytes": (6, 7)}
+            figures = {
+                name: AcrossFigure(
+                    low=low * GIB,
+                    low_process=0,
+                    mean=low * GIB,
+                    high=high * GIB,
+                    high_process=1,
+                    highs={"0": low * GIB, "1": high * GIB},
+                )
+                for name, (low, high) in highs.items()
+            }
+            at = BEGAN + STEP_S * step
+            fields = fields_of(AcrossProcesses(step=step, time_s=at, processes=2, figures=figures), at)
+            file.write(json.dumps({"run": "rich", **fields}) + "\n")
+    assert main(["report", str(tmp_path)]) == 0
+    opened(browser, tmp_path / "report.html")
+    choices = "return [...document.querySelectorAll('#time select option')].map(one => one.value)"
+    assert browser.run(choices) == ["each device", "gpu:0", "gpu:1", "all processes", "process 1"]
+    browser.run(
+        "const select = document.querySelector('#time select'); select.value = 'process 1';"
+        "select.dispatchEvent(new Event('change', {bubbles: true}))"
+    )
+    assert count(browser, "#time path.line.in-use") == 1
+    assert count(browser, "#time path.line.host") == 1, "the host of that process, and no other"
+    assert count(browser, "#time path.line") == 2
+    assert browser.errors() == []

@@ -165,7 +165,9 @@ def test_the_images_page_shows_memory_over_time(look: Look, browser: Browser, ru
     widths = browser.wait_for(lambda: browser.run(_WIDTHS))
     assert widths == [700] * 4, "all loaded: memory over time, heap map, and both plans' frontiers"
     assert "memory/heap_map" in text
-    assert min(part for _, part in browser.run(_SHOWN_WIDTHS)) >= 0.49, "letters are drawn at twice the size that can be read"
+    assert min(part for _, part in browser.run(_SHOWN_WIDTHS)) >= 0.49, (
+        "letters are drawn at twice the size that can be read"
+    )
 
 
 def test_the_scalars_say_what_they_are_and_from_where(look: Look, browser: Browser):

@@ -43,12 +43,17 @@ def test_a_curve_of_any_length_has_so_many_stretches():
 
 def test_figures_over_processes_are_curves_under_the_names_that_the_page_draws():
     names = ("in_use_bytes", "live_arrays_bytes", "host_bytes", "peak_since_start_bytes")
-    each = AcrossFigure(low=1, low_process=0, mean=2, high=3, high_process=1)
+    each = AcrossFigure(low=1, low_process=0, mean=2, high=3, high_process=1, highs={"0": 1, "1": 3})
     timeline = Timeline()
     timeline.learn(AcrossProcesses(step=4, time_s=1.0, processes=2, figures=dict.fromkeys(names, each)))
     drawn = {"in_use_bytes", "live_array_bytes", "resident_bytes", "peak_bytes_since_start"}
     assert {curve.figure for curve in timeline.curves} == drawn
-    assert all(curve.stretches[-1][2:] == (1, 3) for curve in timeline.curves)
+    of_all, of_one = (
+        [curve for curve in timeline.curves if curve.device == name] for name in ("all processes", "process 1")
+    )
+    assert all(curve.stretches[-1][2:] == (1, 3) for curve in of_all)
+    assert all(curve.stretches[-1][2:] == (3, 3) for curve in of_one)
+    assert len(of_all) + len(of_one) == len(timeline.curves) == 8, "the devices of process 0 have curves of their own"
 
 
 def test_a_census_of_changes_holds_all_arrays():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -23,7 +24,7 @@ CURVES = (
     "resident_bytes",
     "device_used_bytes",
 )
-ALL_PROCESSES = "all processes"
+ALL_PROCESSES, _PROCESS = "all processes", "process "
 _STRETCHES = 1000  # of one curve: more than a page has pixels
 _CENSUSES = 300
 _HEAPS = 10
@@ -65,7 +66,7 @@ class Curve:
 
     Attributes:
         figure: One of `CURVES`.
-        device: Its label, or `ALL_PROCESSES`.
+        device: Its label, or `ALL_PROCESSES`, or another process such as ``process 3``: the highest of its devices.
         stretches: Oldest first.
     """
 
@@ -151,6 +152,13 @@ class CompiledAt(NamedTuple):
     changed: tuple[str, ...]
 
 
+def _order(device: str) -> tuple[int, int, str]:
+    """``gpu:2`` before ``gpu:10``, and what is no device of this process after these."""
+    number = re.search(r"\d+$", device)
+    rank = 1 if device == ALL_PROCESSES else 2 if device.startswith(_PROCESS) else 0
+    return rank, int(number[0]) if number else -1, device
+
+
 @final
 class Timeline:
     """Learns a run's records in their order."""
@@ -165,8 +173,8 @@ class Timeline:
 
     @property
     def curves(self) -> Sequence[Curve]:
-        """In the order of `CURVES`, then of the devices."""
-        return sorted(self._curves.values(), key=lambda each: (CURVES.index(each.figure), each.device))
+        """In the order of `CURVES`, then this process's devices, then all processes and each other one."""
+        return sorted(self._curves.values(), key=lambda each: (CURVES.index(each.figure), *_order(each.device)))
 
     def learn(self, record: object) -> None:
         """Take in one record; what is no part of a timeline is passed over."""
@@ -177,11 +185,7 @@ class Timeline:
                     if value is not None:
                         self._curve(figure, record.device).add(Stretch(record.step, record.time_s, value, value))
             case AcrossProcesses():
-                for figure in CURVES:
-                    across = record.figures.get(FIELDS[figure])
-                    if across is not None:
-                        stretch = Stretch(record.step, record.time_s, across.low, across.high)
-                        self._curve(figure, ALL_PROCESSES).add(stretch)
+                self._of_processes(record)
             case ArrayCensus():
                 self._count(record)
             case HeapMap():
@@ -190,6 +194,16 @@ class Timeline:
                 self._compiled(record)
             case _:
                 pass
+
+    def _of_processes(self, record: AcrossProcesses) -> None:
+        """The range of all, and of each other process its highest: the devices of process 0 have curves of their own."""
+        for figure in CURVES:
+            across = record.figures.get(FIELDS[figure])
+            if across is not None:
+                self._curve(figure, ALL_PROCESSES).add(Stretch(record.step, record.time_s, across.low, across.high))
+                for process, high in across.highs.items():
+                    if process != "0":
+                        self._curve(figure, f"{_PROCESS}{process}").add(Stretch(record.step, record.time_s, high, high))
 
     def _compiled(self, record: Compilation) -> None:
         size = record.memory and record.memory.step_bytes

@@ -28,6 +28,8 @@ from jaxmem_callbacks.callbacks.background import Faults
 from jaxmem_callbacks.records.runs import AcrossFigure, AcrossProcesses, Reading, Unavailable
 
 _MISSED = 3  # rounds without a word
+# A page shows these of each process, where they are not so many that nobody can tell the curves apart.
+_OF_EACH, _MOST_OF_EACH = {"in_use_bytes", "live_arrays_bytes", "host_bytes"}, 64
 _OF_TAG = {figure.tag: name for name, figure in NAMES.items()}
 
 
@@ -111,6 +113,7 @@ def _joined(name: str, values: Mapping[int, Sequence[Any]]) -> AcrossFigure:
     low = min(values, key=lambda process: values[process][0])
     high = max(values, key=lambda process: values[process][2])
     mean = sum(each[1] for each in values.values()) / len(values)
+    each_is_kept = name in _OF_EACH and len(values) <= _MOST_OF_EACH
     return AcrossFigure(
         low=values[low][0],
         low_process=low,
@@ -118,6 +121,7 @@ def _joined(name: str, values: Mapping[int, Sequence[Any]]) -> AcrossFigure:
         high=values[high][2],
         high_process=high,
         high_device=values[high][3],
+        highs={str(process): each[2] for process, each in sorted(values.items())} if each_is_kept else {},
     )
 
 

@@ -72,6 +72,7 @@ class AcrossFigure:
         high: The highest.
         high_process: Whose it is.
         high_device: The device that had it, where that process has several; else empty.
+        highs: Process -> the highest that it sent; of the figures whose curves a page shows for each process, else empty.
     """
 
     low: float
@@ -80,6 +81,7 @@ class AcrossFigure:
     high: float
     high_process: int
     high_device: str = ""
+    highs: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

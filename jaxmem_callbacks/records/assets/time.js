@@ -67,7 +67,10 @@ function draw(run, view, chart, keys, width, again, page, sight) {
     : curve.device === view.device));
   const inUse = shown.some(curve => curve.figure === "in_use_bytes");
   const lines = shown.filter(curve => !(inUse && view.device === EVERY && curve.figure === "live_array_bytes"));
-  const host = run.curves.filter(curve => curve.figure === "resident_bytes" && curve.device !== "all processes");
+  // The host's memory is that of the process whose device is shown.
+  const others = view.device.startsWith("process ") ? view.device : "host";
+  const host = run.curves.filter(curve => curve.figure === "resident_bytes" && (view.device === EVERY
+    ? curve.device !== "all processes" : curve.device === others));
   const all = [...lines, ...host];
   const at = (record, place) => view.by === "steps" ? Math.max(record.steps[place], 0) : record.times[place];
   const spot = moment => placed(view, moment);
@@ -191,7 +194,7 @@ function draw(run, view, chart, keys, width, again, page, sight) {
       const found = near(curve);
       if (found === null) continue;
       const [words, style] = LINES[curve.figure] || ["host, resident", "host"];
-      rows.push(el("div", {}, swatch(style), `${words}${view.device === EVERY && LINES[curve.figure] ? ` ${curve.device}` : ""}`,
+      rows.push(el("div", {}, swatch(style), `${words}${view.device === EVERY && curve.device !== "host" ? ` ${curve.device}` : ""}`,
         el("b", {}, bytes(curve.high[found]))));
     }
     const few = rows.length > 10 ? [...rows.slice(0, 9), `and ${rows.length - 9} more`] : rows;
