@@ -479,6 +479,16 @@ def test_contrast_and_overflow_can_fail(browser: Browser, tmp_path: Path):
     assert cut_off(browser) == ["wide"]
 
 
+def test_the_level_of_what_a_program_needs_leads_to_its_peak(browser: Browser, page: Path):
+    opened(browser, page)
+    browser.run(
+        "document.querySelector('#time .level-name.leads').dispatchEvent(new MouseEvent('click', {bubbles: true}))"
+    )
+    seen = "const box = document.querySelector('#peak svg').getBoundingClientRect(); return box.top < innerHeight && box.bottom > 0"
+    assert browser.wait_for(lambda: browser.run(seen))
+    assert browser.run("return document.querySelector('#peak select').value").startswith("train_step")
+
+
 def test_another_process_has_curves_of_its_own(browser: Browser, tmp_path: Path):
     with (write_rich_run(tmp_path, steps=40) / "memory.jsonl").open("a") as file:
         for step in range(0, 40, 5):

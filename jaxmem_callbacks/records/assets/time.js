@@ -103,7 +103,7 @@ function draw(run, view, chart, keys, width, again, page, sight) {
   const levels = [];
   if (run.limit_bytes) levels.push(["limit", run.limit_bytes, "limit"]);
   const needs = (run.programs || []).filter(one => one.bytes).sort((a, b) => b.bytes - a.bytes);
-  needs.slice(0, 2).forEach(one => levels.push([`${one.name} needs`, one.bytes, "need"]));
+  needs.slice(0, 2).forEach(one => levels.push([`${one.name} needs`, one.bytes, "need", one.peak && one.peak.bytes > 0 ? { program: one.name } : null]));
   const planned = run.plan && run.plan.candidates[run.plan.chosen].bytes;
   if (planned) levels.push(["planned", planned, "planned"]);
 
@@ -126,16 +126,16 @@ function draw(run, view, chart, keys, width, again, page, sight) {
     picture.append(svg("path", { class: `line ${style}`, d: line(curve, x, y, at, from, to) }));
   }
   const named = [], names = [];  // names are drawn over every line
-  for (const [name, size, style] of levels.filter(level => level[1] <= ceiling)) {
+  for (const [name, size, style, peak] of levels.filter(level => level[1] <= ceiling)) {
     const place = y(size);
     picture.append(svg("line", { class: `level ${style}`, x1: LEFT, x2: width - RIGHT, y1: place, y2: place }));
     const words = [-5, 14, -20, 29, -35].map(by => place + by).find(spot => spot > panels[0].top + 4 && !named.some(other => Math.abs(other - spot) < 14)) ?? place - 5;
     named.push(words);
     const text = `${name} ${bytes(size)}`, long = wide(text, 400, 11.5) + 8;
     names.push(svg("rect", { class: "level-ground", x: width - RIGHT - long, y: words - 11, width: long, height: 14, rx: 3 }),
-      svg("text", { class: `level-name ${style}`, x: width - RIGHT - 4, y: words, "text-anchor": "end" }, text));
+      svg("text", { class: `level-name ${style}${peak ? " leads" : ""}`, x: width - RIGHT - 4, y: words, "text-anchor": "end",
+        ...(peak ? { role: "button", tabindex: -1, "aria-label": `${text}: what makes its peak`, onclick: () => page.go(run, "peak", peak) } : {}) }, text));
   }
-  picture.append(...names);
 
   // Live arrays, stacked.
   const stack = run.arrays ? stacked(run.arrays, view.stack) : null;
@@ -186,7 +186,7 @@ function draw(run, view, chart, keys, width, again, page, sight) {
     picture.append(svg("line", { class: "here", x1: across, x2: across, y1: TOP, y2: floor }),
       svg("text", { class: "level-name here-name", x: across + (left ? -5 : 5), y: TOP + 12, "text-anchor": left ? "end" : "start" }, moment(spot(view.here))));
   }
-  picture.append(cursor, cover);
+  picture.append(cursor, cover, ...names);
   const values = place => {
     const near = record => nearest(record, at, place);
     const rows = [];
