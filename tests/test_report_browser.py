@@ -484,7 +484,8 @@ def test_the_level_of_what_a_program_needs_leads_to_its_peak(browser: Browser, p
     browser.run(
         "document.querySelector('#time .level-name.leads').dispatchEvent(new MouseEvent('click', {bubbles: true}))"
     )
-    seen = "const box = document.querySelector('#peak svg').getBoundingClientRect(); return box.top < innerHeight && box.bottom > 0"
+    place = "document.querySelector('#peak svg').getBoundingClientRect()"
+    seen = f"const {{ top, bottom }} = {place}; return top < innerHeight && bottom > 0"
     assert browser.wait_for(lambda: browser.run(seen))
     assert browser.run("return document.querySelector('#peak select').value").startswith("train_step")
 
