@@ -81,7 +81,8 @@ class Curve:
             self.stretches = thinned(self.stretches, _STRETCHES)
 
 
-class Held(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Held:
     """Live arrays that are alike.
 
     Attributes:
