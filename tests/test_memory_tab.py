@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
+from jaxmem_callbacks.analysis.figures import Spread, Window
 from jaxmem_callbacks.cli.main import main
 from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.writers.perfetto import trace_of_steps
+from jaxmem_callbacks.writers.tensorboard import TensorBoardWriter
 from tests.browser import Browser, click_through, contrasts, keep_picture, require
 from tests.processes import EMITTED_QUICKLY
 from tests.rich_runs import write_rich_run
@@ -65,6 +67,20 @@ def write_real_runs(folder: Path) -> None:
     assert "RESOURCE_EXHAUSTED: Out of memory allocating" in done.stderr.splitlines()[-1], done.stderr
 
 
+def write_device_run(folder: Path, *, limit: bool) -> None:
+    """The event file of a GPU's run, whose allocator knows its limit or not."""
+    folder.mkdir(parents=True)
+    writer = TensorBoardWriter(folder, folder.name)
+    for step in range(40):
+        used = 30.0 + step % 7 * 4
+        values = {"memory/in_use_gib": used}
+        if limit:
+            values |= {"memory/limit_gib": 60.0, "memory/headroom_gib": 60.0 - used}
+        spreads = {tag: Spread(low=value, mean=value, high=value, count=1) for tag, value in values.items()}
+        writer.write(Window(step=step, time_s=1.7e9 + step, spreads=spreads))
+    writer.close()
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     require()
@@ -74,6 +90,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(folder / "hostile", text=HOSTILE, run=HOSTILE, kind=HOSTILE, plan=hostile_plan())
     write_rich_run(folder / "smaller", run="smaller", scale=0.8, events=False)
     write_rich_run(folder / "rich")
+    write_device_run(folder / "device", limit=True)
+    write_device_run(folder / "no_limit", limit=False)
     outside = tmp_path_factory.mktemp("outside")
     write_run(outside / "secret", run="outside")
     (folder / "link").symlink_to(outside / "secret")
@@ -181,13 +199,14 @@ def test_every_view_of_a_run_is_used(browser: Browser, address: str, run: str):
     [
         ("scalars", "memory/live_arrays_mib"),
         ("custom_scalars", "Live arrays [MiB], from live_arrays"),
+        ("custom_scalars", "The limit, and below it as a band what is in use [GiB]"),
         ("images", "memory/over_time"),
         ("text", "What to do"),
         ("timeseries", "memory"),
     ],
 )
 def test_tensorboards_own_pages_of_all_runs_have_no_error_box(browser: Browser, address: str, part: str, words: str):
-    """A run over eight devices with a plan, and one that ran out of memory, are the ones that have event files."""
+    """Those with event files: over eight devices with a plan, out of memory, and of GPUs with a limit and without one."""
     browser.open("about:blank")
     browser.errors()
     browser.open(f"{address}/#{part}")
@@ -195,7 +214,7 @@ def test_tensorboards_own_pages_of_all_runs_have_no_error_box(browser: Browser, 
     assert browser.wait_for(lambda: all(run in browser.text() for run in ("eight", "failed"))), browser.text()
     assert error_boxes(browser) == []
     assert ours(browser.errors()) == []
-    keep_picture(browser, f"tensorboard_{part}")
+    keep_picture(browser, f"tensorboard_{part}_{words[:3]}")
 
 
 def test_a_program_above_the_limit_leaves_no_headroom(browser: Browser, address: str):

@@ -108,9 +108,15 @@ def test_the_page_of_charts_is_written_again_when_a_chart_comes(tmp_path: Path):
     assert [entry.step for entry in read_back.Tensors("custom_scalars__config__")] == [0, 2]
 
 
+USE = "The limit, and below it as a band what is in use [GiB]"
+
+
 def test_charts_are_the_same_for_all_platforms_so_that_tensorboard_shows_them_once():
-    cpu, gpu = ["memory/live_arrays_gib"], ["memory/in_use_gib", "memory/limit_gib", "memory/live_arrays_gib"]
-    assert layout_of(cpu) == layout_of(gpu)
+    cpu = ["memory/live_arrays_gib"]
+    gpu = ["memory/in_use_gib", "memory/limit_gib", "memory/headroom_gib", "memory/live_arrays_gib"]
+    on_gpu = layout_of(gpu)["Device memory"]
+    assert on_gpu.pop(USE) == ("Margin", ["memory/limit_gib", "memory/headroom_gib", "memory/limit_gib"])
+    assert layout_of(cpu)["Device memory"].items() <= on_gpu.items()
     in_mib = layout_of([tag.replace("_gib", "_mib") for tag in cpu])
     assert list(in_mib["Device memory"]) == ["Against the limit, mean of each window [MiB]"]
     assert in_mib["Device memory"]["Against the limit, mean of each window [MiB]"][1][0] == "^memory/limit_mib$"

@@ -42,7 +42,13 @@ from jaxmem_callbacks.writers.protocol import EVENTS_TAG, LoggedTable, Picture, 
 Chart = tuple[str, list[str]]
 Layout = dict[str, dict[str, Chart]]
 
-_MULTILINE = "Multiline"
+_MULTILINE, _MARGIN = "Multiline", "Margin"
+# A line, and a band from a lower to an upper tag. TensorBoard draws all lines of a run in one colour, and a band in a lighter
+# one. It shows an error where a run has only some of the three, or at other steps: an allocator without a limit has neither.
+_USE = (
+    "The limit, and below it as a band what is in use [GiB]",
+    ("memory/limit_gib", "memory/headroom_gib", "memory/limit_gib"),
+)
 # Category -> title of a chart of several lines, and its tags; a tag that ends with a slash stands for all that begin so.
 _LINES: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "Device memory": {
@@ -92,10 +98,13 @@ def layout_of(tags: Collection[str]) -> Layout:
     """Category -> title -> chart, as ``tensorboardX.summary.custom_scalars`` takes it.
 
     A chart names all its lines, also those without data here: TensorBoard joins the layouts of several runs, and shows equal
-    charts once. Ranges are lines too: TensorBoard's chart with a margin shows an error where a tag's ends have other steps, as
-    those of a tag that begins to range later do.
+    charts once. Ranges are lines and no bands: the ends of a tag that begins to range later have other steps than the tag.
     """
     found: Layout = {}
+    title, band = _USE
+    for unit in _UNITS:
+        if set(ends := [tag_in(tag, unit) for tag in band]) <= set(tags):
+            found["Device memory"] = {title.replace("[GiB]", f"[{unit}]"): (_MARGIN, ends)}
     for category, charts in _LINES.items():
         for (title, lines), unit in itertools.product(charts.items(), _UNITS):
             patterns = [_pattern(tag_in(tag, unit)) for tag in lines]
