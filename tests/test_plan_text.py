@@ -157,6 +157,6 @@ def test_what_does_not_fit_says_by_how_much_where_that_is_known() -> None:
 @pytest.mark.core
 def test_a_preset_without_a_budget_names_none() -> None:
     free, bound = (jm.Plan(record).to_yaml() for record in (samples.without_limit(), samples.six()))
-    assert "none for train_step on attached: 134 MiB (;" in sentences(free)
+    assert "none for train_step on the attached devices: 134 MiB (;" in sentences(free)
     assert "71.6 MiB of 72.0 MiB" in sentences(bound)
     assert parse_preset(free, source="plan").description.startswith("none for train_step")

@@ -318,7 +318,7 @@ def _stale_event(plan: PlanRecord, compiled: Compiled, stale: Sequence[str]) -> 
         step=compiled.step,
         time_s=compiled.compilation.time_s,
         device=plan.step,
-        message=f"The plan of {plan.step} for {plan.target} is stale: {'; '.join(stale)}. Noticed at step {compiled.step}.",
+        message=f"The plan of {plan.step} for {plan.hardware} is stale: {'; '.join(stale)}. Noticed at step {compiled.step}.",
         action=f"Plan {plan.step} again, with these arguments and versions.",
         figures={"changed": "; ".join(stale), **_sizes(plan, compiled)},
     )

@@ -203,7 +203,7 @@ class Plan:
             else ""
         )
         text = (
-            f"{policy_words(chosen.policy)} for {record.step}{rows} on {record.target}{mesh}: {format_bytes(chosen.step_bytes)}"
+            f"{policy_words(chosen.policy)} for {record.step}{rows} on {record.hardware}{mesh}: {format_bytes(chosen.step_bytes)}"
             f"{budget} ({', '.join(f'{k} {v}' for k, v in record.versions.items())}; "
             f"program {record.fingerprint})."
         )
@@ -236,7 +236,7 @@ class Plan:
         return as_text(plan_document(self.record, self.frontier))
 
     def __repr__(self) -> str:
-        return f"<Plan of {self.record.step} for {self.record.target}: {policy_words(self.chosen.policy)}>"
+        return f"<Plan of {self.record.step} for {self.record.hardware}: {policy_words(self.chosen.policy)}>"
 
     def to_html(self, path: str | os.PathLike[str]) -> Path:
         """Write the plan as one self-contained page: each policy with its bytes and cost, and its preset to paste.
