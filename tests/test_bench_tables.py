@@ -104,12 +104,7 @@ def test_the_table_of_a_target_is_that_of_the_rows(rows, sections, target):
     assert sum(line.startswith("| ") and " at " in line for line in lines) == len(NAMES)
 
 
-WORDS = {
-    ("lstm", "chunked"): "the LSTM in chunks",
-    ("dropout_transformer", "names"): "the dropout transformer by name",
-    ("linen_transformer", "dots"): "`dots` of the Linen transformer",
-    ("resnet", "names"): "the ResNet by name",
-}
+WORDS = {("lstm", "chunked"): "the LSTM in chunks", ("mixer", "names"): "the MLP-mixer by name"}
 
 
 def test_the_farthest_of_each_target_is_named(rows, sections):
@@ -131,22 +126,15 @@ def test_the_farthest_of_each_target_is_named(rows, sections):
     assert f"At equal FLOPs it is {WORDS[model, policy]} ({equal[on_cpu]:.3f})" in told["cpu"]
 
 
-def test_the_one_policy_without_a_counterpart_is_named(rows):
-    told = " ".join(PAGE.read_text("utf-8").split())
-    missing = {
-        (model, policy): [int(figure) for figure in re.findall(r"\d{6,}", row["error"])]
-        for models in rows.values()
+def test_every_policy_by_hand_has_a_counterpart_at_equal_operations(rows):
+    lost = [
+        (target, model, policy)
+        for target, models in rows.items()
         for model, here in models.items()
         for policy, row in here.items()
         if policy.startswith(MATCHED) and "error" in row
-    }
-    assert missing.keys() == {("mixture", f"{MATCHED}dots")}
-    theirs, ours = missing["mixture", f"{MATCHED}dots"]
-    assert round(1e5 * (ours / theirs - 1)) == 6
-    assert (
-        "`dots` of the mixture of experts, which the library's least recomputation is above by six parts in 100,000"
-        in told
-    )
+    ]
+    assert lost == []
 
 
 def test_the_page_tells_the_rows_in_short(rows):
@@ -185,10 +173,9 @@ def test_what_the_page_says_of_the_goals_holds(rows):
         return sum(x < 1 for x in ratios) >= len(ratios) / 2
 
     assert all(max(each) <= 1.05 for each in far.values())
-    assert {target for target in TARGETS if max(far[target]) <= 1.02} == set()
+    assert {target for target in TARGETS if max(far[target]) <= 1.02} == {"cpu"}
     assert {target for target in TARGETS if max(matched[target]) <= 1.02} == set(TARGETS)
-    assert {target for target in TARGETS if half(far[target])} == {"h100_sxm", "cpu"}
-    assert half(matched["v5e"])
+    assert {target for target in TARGETS if half(far[target])} == set(TARGETS)
 
 
 def test_the_short_figures_of_other_pages_are_those_of_the_rows(rows):
