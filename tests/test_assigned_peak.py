@@ -6,6 +6,7 @@ And it is recorded where a step is compiled: in the run's file, and on the page.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from jaxmem_callbacks.readers.runs import stories_of
 from jaxmem_callbacks.records.presets import MonitorSettings
 from jaxmem_callbacks.records.programs import Compilation, program_model
 from jaxmem_callbacks.writers.report import story_model
+from tests import forked
 
 pytestmark = pytest.mark.core
 LAYERS, WIDTH, ROWS = 4, 32, 64
@@ -162,20 +164,30 @@ def test_a_run_has_the_peak_of_every_registered_program(tmp_path):
     assert all(each["bytes"] > 0 for each in program["step"]["blocks"])
 
 
-def test_live_arrays_of_a_run_are_divided_by_what_they_hold(tmp_path):
-    """A parameter and its two moments are alike in shape, dtype and line: the step's arguments show what they are."""
+def trained_beside_a_copy(folder: str) -> None:
+    """A short run that holds a copy of the parameters; prints the bytes of parameters and optimizer state."""
     settings = MonitorSettings(window_s=0.01, scan_s=0.01, on_error="raise")
     step = jm.jit_step(step_of(scanned))
     state, batch = arguments()
     kept = jax.tree.map(jnp.copy, state["params"])
-    with jm.MemoryMonitor(settings, logdir=tmp_path) as monitor:
+    with jm.MemoryMonitor(settings, logdir=folder) as monitor:
         for index in range(3):
             state, metrics = step(state, batch)
             monitor(index, metrics)
+    sizes = [sum(leaf.nbytes for leaf in jax.tree.leaves(each)) for each in (kept, state["opt_state"])]
+    sys.stdout.write(json.dumps(sizes))
+
+
+def test_live_arrays_of_a_run_are_divided_by_what_they_hold(tmp_path):
+    """A parameter and its two moments are alike in shape, dtype and line: the step's arguments show what they are."""
+    # In a process of its own, where no larger arrays of other tests are alive.
+    code = f"from tests.test_assigned_peak import trained_beside_a_copy as run; run({str(tmp_path)!r})"
+    done = forked.run([sys.executable, "-c", code], cwd=forked.ROOT, check=True)
+    parameters, optimizer_state = json.loads(done.stdout)
     (story,) = stories_of(tmp_path)
     by_kind: dict[str, int] = {}
     for group in story_model(story)["arrays"]["groups"]:
         by_kind[group["kind"]] = by_kind.get(group["kind"], 0) + group["bytes"][-1]
-    assert by_kind["parameters"] == sum(leaf.nbytes for leaf in jax.tree.leaves(state["params"]))
-    assert by_kind["optimizer state"] == sum(leaf.nbytes for leaf in jax.tree.leaves(state["opt_state"]))
-    assert by_kind["other arrays"] >= sum(leaf.nbytes for leaf in jax.tree.leaves(kept))
+    assert by_kind["parameters"] == parameters
+    assert by_kind["optimizer state"] == optimizer_state
+    assert by_kind["other arrays"] >= parameters
