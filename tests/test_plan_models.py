@@ -24,6 +24,7 @@ from benchmarks.plan_bench import (
 from benchmarks.plan_models import FAMILIES, PlanCase
 from benchmarks.plan_models.case import policy
 from benchmarks.sources import is_cut_otherwise, planned_segments, row_hashes
+from jaxmem_callbacks.programs.reading.buffers import options_without_run
 from jaxmem_callbacks.transforms.costs import jaxpr_flops
 from jaxmem_callbacks.transforms.tracing import open_jaxpr, subjaxprs
 from tests import searched_steps
@@ -163,9 +164,18 @@ def test_what_is_kept_does_not_depend_on_how_machine_code_is_made(scatters) -> N
         jax.config.update("jax_disable_most_optimizations", unoptimised)
         memory = step.lower().compile(options).memory_analysis()
         kept.append((memory.temp_size_in_bytes, memory.argument_size_in_bytes, memory.output_size_in_bytes))
+    plain = step.lower().compile().memory_analysis()
+    unrun = step.lower().compile(options_without_run("cpu")).memory_analysis()
+    assert str(unrun) == str(plain), "what a plan compiles needs what a run's own compile needs"
     temporaries, *others = (set(sizes) for sizes in zip(*kept, strict=True))
     assert [len(sizes) for sizes in others] == [1, 1]
     assert max(temporaries) - min(temporaries) <= 256 * scatters
+
+
+def test_a_user_who_sets_how_code_is_optimised_is_obeyed(monkeypatch) -> None:
+    assert options_without_run("cpu") == {"xla_backend_optimization_level": 0}
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=3")
+    assert options_without_run("cpu") == options_without_run("cuda") == {}
 
 
 def test_every_family_and_every_policy_is_tested() -> None:

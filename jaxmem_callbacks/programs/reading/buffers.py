@@ -12,6 +12,7 @@ Each buffer is in a group (arguments, gradients, saved activations, temporaries)
 from __future__ import annotations
 
 import functools
+import os
 import pathlib
 import re
 import tempfile
@@ -467,7 +468,7 @@ def peak_attached(lowered: Any, arguments: Arguments | None = None) -> Peak:
 
 
 def compiled_with_peak(lowered: Any, arguments: Arguments | None = None) -> tuple[Any, Peak]:
-    """A program compiled for the attached devices, past JAX's persistent cache, and what makes its peak.
+    """A program compiled for the attached devices, to look at and not to run, and what makes its peak.
 
     Raises:
         CompileError: the compiler wrote no buffer assignment.
@@ -477,8 +478,9 @@ def compiled_with_peak(lowered: Any, arguments: Arguments | None = None) -> tupl
     # A command that ends meanwhile leaves the compiler writing there.
     with tempfile.TemporaryDirectory(prefix="jaxmem-", ignore_cleanup_errors=True) as place:
         folder = pathlib.Path(place)
-        compiled = lowered.compile(compiler_options=dump_options(folder) | past_the_cache())
-        return compiled, read_peak(folder, jax.default_backend(), arguments)
+        platform = jax.default_backend()
+        options = dump_options(folder) | past_the_cache() | options_without_run(platform)
+        return lowered.compile(compiler_options=options), read_peak(folder, platform, arguments)
 
 
 def read_peak(folder: pathlib.Path, platform: str, arguments: Arguments | None = None) -> Peak:
@@ -594,6 +596,15 @@ def past_the_cache() -> dict[str, Any]:
     config: Any = jax.config  # its flags are declared on one JAX line and not on the other
     on = config.jax_enable_compilation_cache and config.jax_compilation_cache_dir
     return {"xla_debug_buffer_assignment_show_max": time.monotonic_ns() % 2**31} if on else {}
+
+
+def options_without_run(platform: str) -> dict[str, Any]:
+    """Options of a compile whose program is never run, but for those that the user's ``XLA_FLAGS`` set.
+
+    A CPU's compiler places buffers first and makes code then. How well that is optimised changes no byte, and takes long.
+    """
+    name = "xla_backend_optimization_level"
+    return {name: 0} if platform == "cpu" and name not in os.environ.get("XLA_FLAGS", "") else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,13 @@ from jaxmem_callbacks.programs.reading.buffer_assignment import (
     program_memory,
     user_dump_folder,
 )
-from jaxmem_callbacks.programs.reading.buffers import Argument, Arguments, past_the_cache, read_peak
+from jaxmem_callbacks.programs.reading.buffers import (
+    Argument,
+    Arguments,
+    options_without_run,
+    past_the_cache,
+    read_peak,
+)
 from jaxmem_callbacks.programs.reading.hlo import Module, parse_module
 from jaxmem_callbacks.programs.targets.cache import cache_entry
 from jaxmem_callbacks.programs.targets.compilers import (
@@ -466,6 +472,8 @@ def _lowered_here(job: _Job) -> _Lowered:
     def compiled(folder: pathlib.Path) -> TargetCompilation:
         start = time.monotonic()
         options = job.all_options(folder) | (past_the_cache() if job.want_buffers else {})
+        if not past_the_cache():  # else a run is to find the program there
+            options = options_without_run("cpu") | options
         program = lowered.compile(compiler_options=options or None)
         seconds = time.monotonic() - start
         module = parse_module(program.as_text())
