@@ -71,7 +71,7 @@ def write_device_run(folder: Path, *, limit: bool) -> None:
     """The event file of a GPU's run, whose allocator knows its limit or not."""
     folder.mkdir(parents=True)
     writer = TensorBoardWriter(folder, folder.name)
-    for step in range(40):
+    for step in range(1500):  # more than TensorBoard keeps of a tag
         used = 30.0 + step % 7 * 4
         values = {"memory/in_use_gib": used}
         if limit:

@@ -262,7 +262,7 @@ class PlanDetector:
         plan, platform = self._plan, _PLATFORMS.get(self._plan.platform, self._plan.platform)
         found: list[str] = []
         if compilation.memory.platform != platform:
-            found.append(f"planned for {plan.target}, running on {compilation.memory.platform}")
+            found.append(f"planned for {plan.hardware}, running on {compilation.memory.platform}")
         arrays = [(path, text) for path, text in compilation.signature if not text.startswith(_STATIC)]
         planned, now = dict(plan.signature), {path: text.split(" ")[0] for path, text in arrays}
         changed = [path for path in planned if path in now and planned[path] != now[path]]

@@ -200,7 +200,7 @@ def unfit_reason(record: PlanRecord) -> str:
 
 
 def _over(record: PlanRecord, best: Candidate) -> str:
-    over, need, where = record.over_bytes, record.need_of(best), f"{record.target} under the policy that came nearest"
+    over, need, where = record.over_bytes, record.need_of(best), f"{record.hardware} under the policy that came nearest"
     if best.step_bytes is None or over is None or need is None:
         return f"is too much for {where}; by how much is unknown, because the compiler refused it without a figure"
     most = need - over

@@ -471,9 +471,9 @@ def _lowered_here(job: _Job) -> _Lowered:
 
     def compiled(folder: pathlib.Path) -> TargetCompilation:
         start = time.monotonic()
-        options = job.all_options(folder) | (past_the_cache() if job.want_buffers else {})
-        if not past_the_cache():  # else a run is to find the program there
-            options = options_without_run("cpu") | options
+        options = job.all_options(folder)
+        if job.want_buffers or not past_the_cache():  # else a run is to find the program in JAX's cache
+            options = options_without_run("cpu") | past_the_cache() | options
         program = lowered.compile(compiler_options=options or None)
         seconds = time.monotonic() - start
         module = parse_module(program.as_text())

@@ -119,7 +119,7 @@ def forecast(
         over = time.monotonic() - began > seconds - _LEAST_S
         return Forecasts(how=f"Nothing was compiled: {_TOO_LATE if over else error}")
     took = time.monotonic() - began
-    where = problem.target.name if problem.target is not None else "attached"
+    where = problem.target.name if problem.target is not None else "the attached devices"
     return Forecasts(
         plain=compiles.plain,
         tried=tuple(compiles.tried),
