@@ -6,7 +6,7 @@ ENVIRONMENT := $(PYTHON) tools/environments.py
 PYTEST := python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo picture docs quick record-answers test test-all test-adapters core lint format-check format types mutants check-wheel gpu-check bench bench-accumulation bench-adapters bench-analytic bench-chunks bench-estimator bench-hook bench-hosts bench-million bench-remat bench-lowering bench-options bench-padding bench-peers bench-policies bench-viewer bench-examples bench-plan bench-recovery bench-scale bench-simulator bench-stale bench-state bench-vmaps clean gallery newest python
+.PHONY: help demo picture docs quick record-answers test test-all test-adapters core lint format-check format types mutants check-wheel gpu-check bench bench-accumulation bench-adapters bench-analytic bench-chunks bench-estimator bench-hook bench-hosts bench-million bench-remat bench-lowering bench-options bench-padding bench-peers bench-policies bench-viewer bench-examples bench-plan bench-plan-time bench-recovery bench-scale bench-simulator bench-stale bench-state bench-vmaps clean gallery newest python
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "make %-14s %s\n", $$1, $$2 }'
@@ -71,7 +71,7 @@ check-wheel: python ## the wheel in clean environments: every Python found, ever
 gpu-check: python ## what only an NVIDIA GPU can answer, on this machine's own Python and JAX (under 8 minutes)
 	@$(PYTHON) tools/gpu_check.py $(ARGS)
 
-bench: bench-accumulation bench-analytic bench-hook bench-lowering bench-padding bench-peers bench-recovery bench-remat bench-simulator ## figures that take minutes, to results/; not bench-adapters, bench-examples, bench-million, bench-scale and bench-plan
+bench: bench-accumulation bench-analytic bench-hook bench-lowering bench-padding bench-peers bench-recovery bench-remat bench-simulator ## figures that take minutes, to results/; not bench-adapters, bench-examples, bench-million, bench-scale, bench-plan and bench-plan-time
 
 bench-hook: python ## the cost of the monitor's hook per step, beside other loggers and stormlog
 	@$(ENVIRONMENT) run project,test,compared python -m benchmarks.hook_cost $(ARGS)
@@ -116,6 +116,9 @@ bench-analytic: python ## what a plan costs before anything is compiled, at 10,0
 bench-plan: python ## plans against remat written by hand, on H100, v5e and CPU; hours, goes on where it stopped
 	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.plan_bench $(ARGS)
 	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.plan_table
+
+bench-plan-time: python ## processor seconds of plans of public models against an earlier commit's, for the CPU; half an hour
+	@$(ENVIRONMENT) run project,test python -m benchmarks.plan_time $(ARGS)
 
 bench-examples: python ## plans of two examples, one of them for a pod, for an H100; the figures of docs/plan.md
 	@$(ENVIRONMENT) run project,test,targets python -m benchmarks.plan_examples $(ARGS)

@@ -56,6 +56,7 @@ SOURCES: dict[str, tuple[str, ...]] = {
         "examples/nnx_transformer.py",
         "examples/plan_a_pod.py",
     ),
+    "plan_time": ("_compat", "planning", "programs", "transforms"),
     "plan_scale": ("_compat", "planning", "programs", "transforms"),
     "recovery_cost": (
         "recovery/ladder",
@@ -84,6 +85,7 @@ COMMANDS = {
     "gallery": "gallery",
     "memory_viewer": "bench-viewer",
     "oom_report": "bench-recovery",
+    "plan_time": "bench-plan-time",
     "remat_policies": "bench-policies",
     "state_offload": "bench-state",
     "two_hosts": "bench-hosts",

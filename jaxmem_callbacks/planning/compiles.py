@@ -111,6 +111,8 @@ class Compiler:
     def facts(self, policy: StepPolicy, *, survey: bool = False) -> Facts:
         """What is known of the step under a policy without a compile.
 
+        What was traced last is often asked for next, as the lower end is after its survey.
+
         Args:
             policy: The policy.
             survey: Whether to find what the losses could keep too.
@@ -118,6 +120,9 @@ class Compiler:
         Raises:
             PolicyError, LossRefusedError: the step takes no gradient through this library, or cannot be cut.
         """
+        known = [each for each in (self.plain, self._last) if each.step.policy == policy]
+        if known and not survey:
+            return known[0]
         self._last = self._traced(self.problem.step(policy, survey=survey))
         return self._last
 
@@ -173,9 +178,7 @@ class Compiler:
                 devices than the target has.
         """
         problem = self.problem
-        # What was traced last is often compiled next: the lower end after its survey, two levels after their comparison.
-        known = [each for each in (self.plain, self._last) if each.step.policy == policy]
-        facts = known[0] if known else self.facts(policy)
+        facts = self.facts(policy)
         self.unchecked |= facts.unchecked
         if problem.target is None:
             return self._lowered_here(facts)

@@ -111,17 +111,17 @@ class RematSearch:
         """
         if not self._queue.remaining:
             return
-        fusing = replace(self._plain, remat="full")
         try:
-            own = number_of_segments(self._compiler, fusing)
             self._try_segments(self._compiler.problem.lower_end(self._plain, "blocks"))
         except (PolicyError, LossRefusedError):  # nothing repeats
             self._look_at_other_numbers()
             return
         least = min(map(bytes_or_inf, (self.full, *self.found.values())))
-        if own and self._queue.remaining and least > (1 - MARGIN) * bytes_or_inf(self.plain):
+        if self._queue.remaining and least > (1 - MARGIN) * bytes_or_inf(self.plain):
+            fusing = replace(self._plain, remat="full")
             with contextlib.suppress(PolicyError, LossRefusedError):  # there is no more place to cut
-                self._try_segments(replace(fusing, segments=own + 1))
+                if own := number_of_segments(self._compiler, fusing):
+                    self._try_segments(replace(fusing, segments=own + 1))
 
     def _try_segments(self, policy: StepPolicy) -> None:
         """Compile another lower end, and go on with what takes no more bytes and computes no more again.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import re
+import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -224,6 +225,16 @@ def dataflow_of(closed: Any) -> Dataflow:
         closed: What was traced.
     """
     jaxpr = open_jaxpr(closed)
+    if (known := _KNOWN.get(jaxpr)) is None:
+        known = _KNOWN[jaxpr] = _followed(jaxpr)
+    return known
+
+
+# Jits of one function share its trace: what a step is jitted with is decided by one, and what its arguments are by another.
+_KNOWN: weakref.WeakKeyDictionary[Any, Dataflow] = weakref.WeakKeyDictionary()
+
+
+def _followed(jaxpr: Any) -> Dataflow:
     flow = _Flow()
     given = [_Made(1 << place, 1 << place, moved=1 << place) for place in range(len(jaxpr.invars))]
     made = [_settled(each, flow.read_forward) for each in flow.through(jaxpr, given, pass_around="")]

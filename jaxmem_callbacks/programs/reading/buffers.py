@@ -516,7 +516,8 @@ def peak_of_allocations(
     slots = _slots(temporaries)
     position = _peak_position(slots)
     reader = _Reader(module, arguments, BufferClassifier(module, arguments), position)
-    beside = [each for each in every if each not in here]
+    known = set(map(id, here))
+    beside = [each for each in every if id(each) not in known]
     buffers = [
         *reader.alive(temporaries),
         *(reader.whole(each) for each in here if each.kind in {"argument", "output", "constant"}),
