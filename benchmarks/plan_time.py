@@ -54,22 +54,24 @@ def planned(package: Path, model: str, target: str) -> dict[str, Any]:
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAXMEM_CACHE_DIR": cache, "XDG_CACHE_HOME": cache}
         environment.pop("JAX_COMPILATION_CACHE_DIR", None)
         command = [sys.executable, "-c", _PLAN, str(package), str(ROOT), model, target]
-        process = subprocess.Popen(command, env=environment, cwd=cache, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(  # noqa: S603 - this file's own program
+            command, env=environment, cwd=cache, stdout=subprocess.PIPE, text=True
+        )
         assert process.stdout is not None
         printed = process.stdout.read()
         _, status, used = os.wait4(process.pid, 0)
         if status:
-            raise SystemExit(f"The plan of {model} by {package} failed; its message is above.")
+            msg = f"The plan of {model} by {package} failed; its message is above."
+            raise SystemExit(msg)
     found = json.loads(printed.splitlines()[-1])
     return {"seconds": round(used.ru_utime + used.ru_stime - found["before_s"], 1), "compiles": found["compiles"]}
 
 
 def archived(commit: str, folder: Path) -> Path:
     """The package of an earlier commit, unpacked."""
-    packed = subprocess.run(
-        ["git", "archive", commit, "jaxmem_callbacks"], cwd=ROOT, check=True, capture_output=True
-    ).stdout
-    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+    command = ["git", "archive", commit, "jaxmem_callbacks"]
+    packed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True)  # noqa: S603 - a commit that its user names
+    with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
         archive.extractall(folder, filter="data")
     return folder
 
