@@ -105,6 +105,18 @@ def test_the_sdist_was_installed_by_pip_on_every_python_and_does_what_the_wheel_
     row("benchmarks.md", "the sdist, by pip", same)
 
 
+def test_the_time_of_plans_is_that_of_the_result():
+    found = result("plan_time")
+    for each in found["rows"]:
+        row(
+            "benchmarks.md",
+            f"`{each['model']}`",
+            *(f"{each[side]['seconds']:.0f} s, {each[side]['compiles']} compiles" for side in ("before", "now")),
+            f"{each['ratio']:.2f}",
+        )
+    assert f"The median is {found['median_ratio']:.2f}" in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
 def test_figures_of_plans_for_pods_are_those_of_the_file():
     rows = {(row["target"], row["budget"]): row for row in result("plan_scale")["rows"]}
 
