@@ -72,7 +72,7 @@ def planned(package: Path, model: str, target: str) -> dict[str, Any]:
 def archived(commit: str, folder: Path) -> Path:
     """The package of an earlier commit, unpacked."""
     command = ["git", "archive", commit, "jaxmem_callbacks"]
-    packed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True)  # noqa: S603 - a commit that its user names
+    packed = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE)  # noqa: S603 - a commit that its user names
     with tarfile.open(fileobj=io.BytesIO(packed.stdout)) as archive:
         archive.extractall(folder, filter="data")
     return folder

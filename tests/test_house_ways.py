@@ -20,10 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
     ("way", "files", "changes"),
     [
         # Segments have a file of their own. A loss asks for its step's policy, of which another loss may obey what it cannot.
-        # Cuts of one loss are chosen once, and known by its profile.
-        ("gradient", 16, 86),
+        ("gradient", 16, 84),
         # A CPU's cuts are moved, and chosen among several. Compiles run in threads: one change more or less.
-        ("plan", 65, 362),
+        ("plan", 65, 360),
         ("reading", 38, 140),  # in threads too
     ],
 )

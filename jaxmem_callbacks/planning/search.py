@@ -120,8 +120,9 @@ class RematSearch:
         if self._queue.remaining and least > (1 - MARGIN) * bytes_or_inf(self.plain):
             fusing = replace(self._plain, remat="full")
             with contextlib.suppress(PolicyError, LossRefusedError):  # there is no more place to cut
-                if own := number_of_segments(self._compiler, fusing):
-                    self._try_segments(replace(fusing, segments=own + 1))
+                curves = _surveyed(self._compiler, fusing)
+                if len(curves) == 1:  # of several losses each has a number of its own
+                    self._try_segments(replace(fusing, segments=curves[0][0].segments + 1))
 
     def _try_segments(self, policy: StepPolicy) -> None:
         """Compile another lower end, and go on with what takes no more bytes and computes no more again.
@@ -357,12 +358,6 @@ def candidates_for(compiler: Compiler, full: StepPolicy) -> list[CandidatePolicy
     if len(curves) != 1:
         return [_offer(full, share, share.bytes) for share in _joined(curves)]
     return unbeaten([_offer(full, share, share.bytes) for share in curves[0]])
-
-
-def number_of_segments(compiler: Compiler, full: StepPolicy) -> int | None:
-    """How many segments the library chose; None where the step has several losses."""
-    curves = _surveyed(compiler, full)
-    return curves[0][0].segments if len(curves) == 1 else None
 
 
 def other_numbers_for(

@@ -224,7 +224,7 @@ def _places(
 ) -> tuple[list[int], list[int]]:
     """Where to cut, and after how many segments each group of two levels ends; no groups where they are of equally many."""
     try:
-        places = list(choose_cuts(profile, segments))
+        places = choose_cuts(profile, segments)
     except ValueError as error:
         raise PolicyError(str(error)) from None
     # One checkpoint around all that a single equation hides would recompute it and save nothing.
@@ -232,7 +232,7 @@ def _places(
     if not places and segments is None and not opaque:
         # Where parameters outweigh activations the estimate sees nothing to gain; it was asked for, so the best cut is made.
         with contextlib.suppress(ValueError):
-            places = list(choose_cuts(profile, 2))
+            places = choose_cuts(profile, 2)
     if levels == 1 or not places or profile.forced or segments is not None:
         return places, []
     places, bounds = choose_two_levels(profile, places)
@@ -294,8 +294,7 @@ _LIMITS = round(1 / MARGIN)
 _NEVER = np.iinfo(np.int64).max // 2
 
 
-@functools.lru_cache(maxsize=SIDE)  # a search traces one loss many times
-def choose_cuts(profile: LiveBytesProfile, segments: int | None = None) -> tuple[int, ...]:
+def choose_cuts(profile: LiveBytesProfile, segments: int | None = None) -> list[int]:
     """Positions of the cuts, ascending, without 0 and n; empty where cutting cannot help.
 
     Args:
@@ -327,10 +326,10 @@ def choose_cuts(profile: LiveBytesProfile, segments: int | None = None) -> tuple
     assert route is not None
     # What compilers hold that fuse is less than `lowered` follows.
     if profile.fuses or not len(profile.uses):
-        return tuple(places[route].tolist())
+        return places[route].tolist()
     others = _others(table, bound) if segments is None else ()
     routes = tuple(tuple(places[each].tolist()) for each in (route, *others))
-    return lowered(profile, routes, tuple(places[1:-1].tolist()), fixed=segments is not None)
+    return list(lowered(profile, routes, tuple(places[1:-1].tolist()), fixed=segments is not None))
 
 
 def _others(table: _Table, bound: int) -> Iterator[list[int]]:

@@ -517,12 +517,12 @@ def peak_of_allocations(
     position = _peak_position(slots)
     reader = _Reader(module, arguments, BufferClassifier(module, arguments), position)
     known = set(map(id, here))
-    beside = [each for each in every if id(each) not in known]
+    others = [each for each in every if id(each) not in known]
     buffers = [
         *reader.alive(temporaries),
         *(reader.whole(each) for each in here if each.kind in {"argument", "output", "constant"}),
-        *reader.beside("host", [each for each in beside if each.color == HOST_COLOR]),
-        *reader.beside("on-chip", [each for each in beside if each.color != HOST_COLOR]),
+        *reader.beside("host", [each for each in others if each.color == HOST_COLOR]),
+        *reader.beside("on-chip", [each for each in others if each.color != HOST_COLOR]),
     ]
     has_ranges = not slots or any(value.first is not None for values in slots.values() for value in values)
     moment = reader.moment(order) if slots and has_ranges else None
