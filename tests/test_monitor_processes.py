@@ -95,22 +95,22 @@ for i in range(100000):
     x, metrics = step(x)
     monitor(i, metrics)
     time.sleep(0.002)
-    if i == 200: print("far enough", flush=True)
 """
 
 
 @pytest.mark.core
 def test_json_lines_are_complete_to_the_last_full_line_after_a_kill(tmp_path: Path):
-    process = start(KILLED, str(tmp_path))
-    assert process.stdout is not None
-    assert process.stdout.readline() == "far enough\n"
-    time.sleep(0.1)
+    process, path = start(KILLED, str(tmp_path)), tmp_path / "memory.jsonl"
+
+    def full_lines() -> list[str]:
+        return path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
+
+    until(lambda: len(full_lines()) > 20)
     process.send_signal(signal.SIGKILL)
     assert finished(process)[0] == -signal.SIGKILL
-    text = (tmp_path / "memory.jsonl").read_text()
-    full = text[: text.rindex("\n")].splitlines()
+    full = [json.loads(line) for line in full_lines()]
     assert len(full) > 20
-    assert max(json.loads(line).get("step", -1) for line in full) >= 100
+    assert max(line.get("step", -1) for line in full) >= 10, "windows are written while the run goes on"
     page = EventAccumulator(str(tmp_path))
     page.Reload()
     assert page.Scalars("memory/live_arrays_mib"), "windows are flushed as they close"
