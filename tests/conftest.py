@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import signal
 import sys
 import time
 
@@ -18,6 +19,8 @@ os.environ.pop("COLUMNS", None)  # pytest's own word for its workers: what is pr
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 os.environ.update(UNOPTIMISED)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores it for what it starts in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.set_threshold(20_000, 10, 10)  # traces make many objects, and each collection goes through JAX's own as well
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

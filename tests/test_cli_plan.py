@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -147,15 +146,11 @@ def test_every_example_of_a_search_is_one() -> None:
 def test_ctrl_c_before_the_first_compile_is_told_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("def train_step", INTERRUPTED + "\ndef train_step"))
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs do not have
-    try:
-        for command, told in (("plan", " before the first compile ended, so there is no plan"), ("inspect", "")):
-            assert main([command, str(script)]) == 130
-            printed = capsys.readouterr()
-            assert (printed.out, printed.err.splitlines()[-1]) == ("", f"jaxmem: stopped by Ctrl-C{told}.")
-            assert "Traceback" not in printed.err
-    finally:
-        signal.signal(signal.SIGINT, before)
+    for command, told in (("plan", " before the first compile ended, so there is no plan"), ("inspect", "")):
+        assert main([command, str(script)]) == 130
+        printed = capsys.readouterr()
+        assert (printed.out, printed.err.splitlines()[-1]) == ("", f"jaxmem: stopped by Ctrl-C{told}.")
+        assert "Traceback" not in printed.err
 
 
 # Ends the tracing of the step.

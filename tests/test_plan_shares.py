@@ -6,7 +6,6 @@ import functools
 import itertools
 import signal
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -218,15 +217,6 @@ class _Interrupted:
         signal.raise_signal(signal.SIGINT)
 
 
-@pytest.fixture
-def pythons_handler() -> Iterator[None]:
-    """Python's own handler of Ctrl-C, which a shell's background jobs do not have."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("pythons_handler")
 def test_ctrl_c_is_heard_where_python_loses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     lost, told = list[type[BaseException] | None](), list[int]()
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: lost.append(unraisable.exc_type))
