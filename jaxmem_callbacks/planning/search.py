@@ -107,7 +107,8 @@ class RematSearch:
     def _try_blocks(self) -> None:
         """Compile a checkpoint around each block that repeats; where that hardly helps either, cuts of another estimate.
 
-        They are one more than are chosen where a compiler fuses, on whatever the step is planned for.
+        They are one more than are chosen where a compiler fuses, on whatever the step is planned for. Of them both ends are
+        compiled: where what is computed again takes as much as what was kept, a step that keeps more may take less.
         """
         if not self._queue.remaining:
             return
@@ -115,19 +116,22 @@ class RematSearch:
             self._try_segments(self._compiler.problem.lower_end(self._plain, "blocks"))
         except (PolicyError, LossRefusedError):  # nothing repeats
             self._look_at_other_numbers()
-            return
         least = min(map(bytes_or_inf, (self.full, *self.found.values())))
         if self._queue.remaining and least > (1 - MARGIN) * bytes_or_inf(self.plain):
             fusing = replace(self._plain, remat="full")
             with contextlib.suppress(PolicyError, LossRefusedError):  # there is no more place to cut
                 curves = _surveyed(self._compiler, fusing)
                 if len(curves) == 1:  # of several losses each has a number of its own
-                    self._try_segments(replace(fusing, segments=curves[0][0].segments + 1))
+                    self._try_segments(replace(fusing, segments=curves[0][0].segments + 1), both_ends=True)
 
-    def _try_segments(self, policy: StepPolicy) -> None:
+    def _try_segments(self, policy: StepPolicy, *, both_ends: bool = False) -> None:
         """Compile another lower end, and go on with what takes no more bytes and computes no more again.
 
         Else with both: what the one may keep is above its own lower end, and that by so many bytes above the lower of the two.
+
+        Args:
+            policy: The lower end.
+            both_ends: Compile the one that keeps most too.
 
         Raises:
             PolicyError, LossRefusedError: the loss cannot be cut so.
@@ -135,7 +139,7 @@ class RematSearch:
         offered = candidates_for(self._compiler, policy)
         if not self._is_another(policy):
             return
-        self._compile([policy])
+        self._compile([policy, _worth_keeping(offered)[-1].policy] if both_ends else [policy])
         own, asked = self.full, self.found.get(policy)
         if asked is None or (own is not None and _is_no_worse(own, asked)):
             return
