@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -177,6 +178,45 @@ def test_both_go_on_where_each_has_less_of_one() -> None:
     assert search.full is search.found[lower]
     assert {each.segments for each in places[3:]} == {more, less}
     assert 6 < len(places) <= 8
+
+
+def towers(params: Any, opt_state: Any, batch: Any) -> Any:
+    """A step of an actor and a critic, in which nothing repeats."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        several = []
+        for tower in params:
+            x = batch["x"]
+            for weight in tower:
+                x = jnp.tanh(x @ weight)
+            several.append(jnp.square(x.sum(-1) - batch["y"]).mean())
+        return sum(several)
+
+    value, grads = jm.value_and_grad(loss)(params, batch)
+    updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, value
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("budget", [None, 800], ids=["frontier", "budget"])
+def test_where_remat_hardly_helps_other_cuts_are_asked_for_that_keep_least_and_most(budget: int | None) -> None:
+    """What is computed again may take as much as what was kept: then the step that keeps most takes least."""
+    widths = [[WIDTH, 512, 384, 640, 4], [WIDTH, 448, 576, 320, 1]]
+    params = [[shape(*sizes) for sizes in itertools.pairwise(each)] for each in widths]
+    args = params, jax.eval_shape(OPTIMIZER.init, params), {"x": shape(ROWS, WIDTH), "y": shape(ROWS)}
+    given = Budget(bytes=budget, limit_bytes=budget, reason="asked for")
+    compiler = Compiler(Problem(train_step=towers, args=args, kwargs={}, target=None, budget=given))
+
+    def bytes_of(policy: jm.StepPolicy) -> int:
+        return 1000 if policy.remat == "none" else 1070 if policy.segments is None else 950 - int(200 * policy.keep)
+
+    queue = Said(bytes_of)
+    search = RematSearch(compiler, queue)
+    search.run(frontier=budget is None)
+    others = [each for each in queue.asked if each.segments is not None]
+    assert [each.keep for each in others[:2]] == [0.0, 1.0]
+    assert all(each.segments == others[0].segments for each in others)
+    assert min(search.found.values(), key=lambda each: each.step_bytes or 0).step_bytes == 750
 
 
 @pytest.mark.core

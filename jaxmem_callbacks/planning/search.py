@@ -139,7 +139,7 @@ class RematSearch:
         offered = candidates_for(self._compiler, policy)
         if not self._is_another(policy):
             return
-        self._compile([policy, _worth_keeping(offered)[-1].policy] if both_ends else [policy])
+        self._compile([policy, offered[-1].policy] if both_ends else [policy])
         own, asked = self.full, self.found.get(policy)
         if asked is None or (own is not None and _is_no_worse(own, asked)):
             return
