@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget
 from jaxmem_callbacks.planning.search import RematSearch, candidates_for
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
+from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.transforms.costs import jaxpr_flops
 from tests.said import Said
 from tests.target_step import keeps_remat, needs_compiler, shape
@@ -178,6 +180,54 @@ def test_both_go_on_where_each_has_less_of_one() -> None:
     assert search.full is search.found[lower]
     assert {each.segments for each in places[3:]} == {more, less}
     assert 6 < len(places) <= 8
+
+
+@pytest.mark.core
+def test_what_estimates_cannot_tell_from_the_blocks_is_asked_for_as_blocks_and_once() -> None:
+    def scanned(params: Any, opt_state: Any, batch: Any) -> Any:
+        def loss(params: Any, batch: Any) -> Any:
+            x, _ = jax.lax.scan(lambda x, p: (wide(x, p), None), batch["x"], params)
+            return jnp.square(x - batch["y"]).mean()
+
+        value, grads = jm.value_and_grad(loss)(params, batch)
+        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, value
+
+    params = {name: shape(LAYERS, *sizes) for name, sizes in MLP.items()}
+    batch = {"x": shape(ROWS, WIDTH), "y": shape(ROWS, WIDTH)}
+    args = params, jax.eval_shape(OPTIMIZER.init, params), batch
+    none = Budget(bytes=None, limit_bytes=None, reason="no limit")
+    target = replace(resolve_target("cpu"), name="h100_sxm")  # whose compiler fuses
+    compiler = Compiler(Problem(train_step=scanned, args=args, kwargs={}, target=target, budget=none))
+    places, search = asked(compiler, {"blocks": 1000})
+    assert places[:2] == [jm.StepPolicy(), BLOCKS]
+    assert {each.segments for each in places[2:]} == {"blocks"}
+    assert search.full is search.found[BLOCKS]
+
+
+@pytest.mark.core
+def test_a_step_that_takes_more_than_one_that_computes_less_is_replaced() -> None:
+    """A compiler may pack the buffers of one step badly: what is asked for then is beside it, not what is above it."""
+    compiler = compiler_for(None, "decoder")
+    lower = ENDS[dearer_of(compiler)[1]]
+    unlucky: list[float] = []
+
+    def bytes_of(policy: jm.StepPolicy) -> int:
+        if policy.remat == "none":
+            return 9000
+        if policy.segments != lower.segments:
+            return 8000
+        if 0.1 < policy.keep < 0.9 and unlucky in ([], [policy.keep]):
+            unlucky[:] = [policy.keep]
+            return 7000
+        return 1000 + int(3000 * policy.keep)
+
+    queue = Said(bytes_of)
+    queue.remaining = 8
+    RematSearch(compiler, queue).run(frontier=True)
+    kept = [each.keep for each in queue.asked if each.segments == lower.segments and each.remat == "full"]
+    assert len(set(kept)) == len(kept) == 6
+    assert min(abs(keep - unlucky[0]) for keep in kept if keep != unlucky[0]) < 0.1
 
 
 def towers(params: Any, opt_state: Any, batch: Any) -> Any:

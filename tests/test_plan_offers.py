@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import jaxmem_callbacks as jm
 from jaxmem_callbacks.planning.choice import choose, pareto
-from jaxmem_callbacks.planning.search import CandidatePolicy, spread
+from jaxmem_callbacks.planning.search import CandidatePolicy, sparse, spread
 from jaxmem_callbacks.records.plans import Candidate
 from tests.sample_plans import candidate
 
@@ -67,6 +67,30 @@ def test_no_other_choice_of_so_many_is_nearer_to_all(
     rest = [{*some, *known, last} for some in others]
     best = min(farthest(offered, sorted(each)) for each in rest if len(each - known) <= count)
     assert farthest(offered, sorted(found | known)) <= max(best, CLOSE) + 1e-3
+
+
+@settings(max_examples=200, deadline=None)
+@given(frontiers(), st.integers(1, 200))
+def test_some_offers_stand_for_all(offered: list[CandidatePolicy], worth: int) -> None:
+    """Each other one does at most so much less work than one that keeps no more; of these, next ones differ by half of it."""
+    chosen = sparse(offered, worth)
+    assert chosen == [each for each in offered if each in chosen]
+    assert (chosen[0], chosen[-1]) == (offered[0], offered[-1])
+    for each in offered:
+        assert min(one.work for one in chosen if one.bytes <= each.bytes) <= each.work + worth
+    assert all(one.work - other.work >= worth / 2 for one, other in itertools.pairwise(chosen[:-1]))
+
+
+@pytest.mark.core
+def test_small_results_that_save_little_are_left_to_the_products() -> None:
+    """Of four products, each may be kept alone or with a small result besides, which saves less by byte."""
+    kept, work = np.cumsum([0, *[8, 2] * 4]), 400 - np.cumsum([0, *[80, 4] * 4])
+    offered = [
+        CandidatePolicy(jm.StepPolicy(remat="full", keep=place / 8), int(bytes_), int(again), int(again))
+        for place, (bytes_, again) in enumerate(zip(kept - kept // 10 * 2 * (np.arange(9) % 2), work, strict=True))
+    ]
+    chosen = [each.policy.keep * 8 for each in sparse(offered, 20)]
+    assert chosen == [0, 1, 3, 5, 7, 8]
 
 
 @pytest.mark.core

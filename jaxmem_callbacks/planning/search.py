@@ -26,8 +26,8 @@ from jaxmem_callbacks.transforms.costs import ALIKE, MARGIN, NOTABLE, SAME, WORT
 
 # Tuned: the needs of policies between the ends are less than this below those of the ends.
 _NEAR = 1.3
-# Compiles of a frontier that are chosen by the model alone.
-_AT_FIRST = 2
+# Compiles at a time, as many as compilers run.
+_AT_ONCE = 2
 _DIGITS = 5  # of a share, as people write it
 # Of n segments that hold as much as is stored at their cuts, one more changes the peak by 1 / (2 n (n + 1)) of it. Of more than
 # this that is less than what estimates resolve.
@@ -97,8 +97,23 @@ class RematSearch:
                 self._queue.results.note_obstacle(f"Remat was not tried: {error}")
             self._compile([self._plain] if plain else [])
             return False
+        with contextlib.suppress(PolicyError, LossRefusedError):  # nothing repeats
+            blocks = self._compiler.problem.lower_end(self._plain, "blocks")
+            if self._is_estimated_alike(blocks):  # as one would write it, then, and one compile for both
+                self._full, self._between = blocks, candidates_for(self._compiler, blocks)
         self._compile([self._plain, self._full] if plain else [self._full])
         return True
+
+    def _is_estimated_alike(self, policy: StepPolicy) -> bool:
+        """Whether estimates cannot tell another lower end from the library's own."""
+        worth = WORTH * self._compiler.plain.flops
+        ours, others = (_surveyed(self._compiler, each) for each in (self._full, policy))
+        return len(ours) == len(others) and all(
+            own[0].segments == other[0].segments
+            and abs(own[0].peak - other[0].peak) <= SAME * own[0].peak
+            and abs(own[0].work - other[0].work) <= worth
+            for own, other in zip(ours, others, strict=True)
+        )
 
     def compile_plain(self) -> None:
         """Compile the plain step and nothing else."""
@@ -161,19 +176,26 @@ class RematSearch:
     def fill(self) -> None:
         """Points between the ends, spread so that what is between two of them is near one of the two.
 
-        The last of them, and of many one in the middle, are compiled before the others are chosen: they show the model's error.
+        Two compilers run at a time, so two are compiled before the next are chosen: they show the model's error. The first are
+        the last, and of many one in the middle.
         """
-        chosen = self._spread()
-        if len(chosen) > _AT_FIRST:
-            first = [chosen[-1], chosen[len(chosen) // 2 - 1]][: len(chosen) - _AT_FIRST]
+        asked, chosen = set[StepPolicy](), self._spread()
+        if len(chosen) > _AT_ONCE:
+            first = [chosen[-1], chosen[len(chosen) // 2 - 1]][: len(chosen) - _AT_ONCE]
             self._compile([offer.policy for offer in first])
-            chosen = self._spread()
-        self._compile([offer.policy for offer in chosen])
+            asked |= {offer.policy for offer in first}
+        while policies := [offer.policy for offer in self._spread() if offer.policy not in asked][:_AT_ONCE]:
+            self._compile(policies)
+            asked |= set(policies)
 
     def _spread(self) -> list[CandidatePolicy]:
         """What to compile next of the offers, as far as compiles are left."""
-        offered = _worth_keeping(self._between)
-        points = list(zip(self._foreseen(offered), offered, strict=True))
+        offered = sparse(_worth_keeping(self._between), WORTH * self._compiler.plain.flops)
+        points = [
+            (need, offer)
+            for need, offer in zip(self._foreseen(offered), offered, strict=True)
+            if offer.policy not in self._unlucky or offer is offered[0]
+        ]
         for found in self._of_other_cuts():
             place = sum(offer.flops > found.flops for _, offer in points)
             need = self._measured(found) or 0
@@ -197,14 +219,27 @@ class RematSearch:
             and not candidate.compiler_remat
         ]
 
+    @property
+    def _unlucky(self) -> set[StepPolicy]:
+        """Offers that take more bytes than one that computes less again: by how a compiler packs buffers, not by what is kept."""
+        unlucky, least = set[StepPolicy](), math.inf
+        for offer in reversed(self._between):
+            need = self._measured(offer) or least
+            if need > least:
+                unlucky.add(offer.policy)
+            least = min(need, least)
+        return unlucky
+
     def _measured(self, offer: CandidatePolicy) -> int | None:
         found = self.found.get(offer.policy)
         return None if found is None else found.step_bytes
 
     def _foreseen(self, offered: Sequence[CandidatePolicy]) -> np.ndarray:
         """Bytes of the step under some offers, float64[offers]: on the line between compiled ones, modelled beyond the last."""
-        points = [(offer.bytes, self._measured(offer)) for offer in self._between]
-        known = [(at, needs) for at, needs in points if needs is not None]
+        points = [(offer, self._measured(offer)) for offer in self._between]
+        known = [
+            (offer.bytes, needs) for offer, needs in points if needs is not None and offer.policy not in self._unlucky
+        ]
         known = known or [(0, min((each.step_bytes or 1 for each in self.found.values()), default=1))]
         modelled = np.array([offer.bytes for offer in offered], np.float64)
         between = np.interp(modelled, [at for at, _ in known], [needs for _, needs in known])
@@ -223,7 +258,7 @@ class RematSearch:
         full = self.full
         if full is None or limit is None or not full.fits or full.step_bytes is None:
             return
-        offered = self._worth_compiling(ALIKE * (limit - problem.resident_bytes))
+        offered = sparse(self._between, WORTH * self._compiler.plain.flops)
         # Behind what wins all but this of what keeping more can win, there is little left.
         little = offered[-1].work + NOTABLE * (offered[0].work - offered[-1].work)
         room = BytesBracket(
@@ -232,9 +267,7 @@ class RematSearch:
             knee=next(place for place, offer in enumerate(offered) if offer.work <= little),
         )
         between = (0, len(offered))
-        # What is left of a filled budget is not worth another compile. A full one is asked too until something is kept: at the
-        # lower end that may take no byte more.
-        while between[0] == 0 or self._most_that_fits() < (1 - ALIKE) * room.bytes:
+        while True:  # until nothing is between what fits and what does not
             needs = {place: need for place, offer in enumerate(offered) if (need := self._measured(offer)) is not None}
             places = room.next_places(needs, between, self._queue.remaining)
             if not places:
@@ -266,24 +299,10 @@ class RematSearch:
         if self._is_another(self._twice):
             self._compile([self._twice])
 
-    def _worth_compiling(self, bytes_: float) -> list[CandidatePolicy]:
-        """The offers up to the first behind which nothing is left to win, without those that differ by less than some bytes."""
-        between, part = self._between, 1 / self._compiler.problem.workers
-        enough = between[-1].work + WORTH * self._compiler.plain.flops
-        end = next(place for place, offer in enumerate(between) if offer.work <= enough)
-        chosen = [between[0]]
-        for offer in between[1 : end + 1]:
-            if part * (offer.bytes - chosen[-1].bytes) >= bytes_ or offer is between[end]:
-                chosen.append(offer)
-        return chosen
-
     def _is_another(self, policy: StepPolicy) -> bool:
         """Whether a policy makes another program than all that were compiled, by what JAX traces of it."""
         made = {each.operations for each in self.found.values()}
         return self._compiler.facts(policy).operations not in made
-
-    def _most_that_fits(self) -> int:
-        return max(each.step_bytes or 0 for each in self.found.values() if each.fits)
 
     def _try_alternatives(self, spare: float) -> None:
         """Policies that another number of segments is only estimated to beat, where they may fit and compute less again."""
@@ -450,6 +469,26 @@ def _worth_keeping(offered: Sequence[CandidatePolicy]) -> Sequence[CandidatePoli
     """The offers without the last ones, which keep more and win next to nothing of what keeping can win."""
     enough = offered[-1].work + WORTH * (offered[0].work - offered[-1].work)
     return offered[: 1 + next(place for place, offer in enumerate(offered) if offer.work <= enough)]
+
+
+def sparse(offered: Sequence[CandidatePolicy], worth: float) -> list[CandidatePolicy]:
+    """Offers that stand for all: each other one does at most so much less work than one of them with no more bytes.
+
+    The first and the last, which keeps all that is dear to compute, are among them. Of those that may come next, it is the one
+    that saves most work by byte. Where products save most, that one keeps no small result of a reduction besides. A compiler
+    that has to write such a result may fuse less of what is around it, so that a few bytes more become many.
+
+    Args:
+        offered: Ascending in bytes, each with less work again than all before it.
+        worth: Work that is worth another offer.
+    """
+    chosen = [offered[0]]
+    while (last := chosen[-1]).work - offered[-1].work > worth:
+        end = next(place for place, offer in enumerate(offered) if offer.work < last.work - worth)
+        enough = min(offered[end].work + worth, last.work - worth / 2)  # what is nearer would make many of them
+        following = [offer for offer in offered[: end + 1] if offer.work <= enough]
+        chosen.append(max(following, key=lambda offer: (last.work - offer.work) / max(offer.bytes - last.bytes, 1)))
+    return chosen if chosen[-1] is offered[-1] else [*chosen, offered[-1]]
 
 
 def _joined(curves: Sequence[Sequence[FrontierPoint]]) -> list[FrontierPoint]:
