@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,7 +17,6 @@ from jaxmem_callbacks.planning.problem import Problem
 from jaxmem_callbacks.planning.request import Budget
 from jaxmem_callbacks.planning.search import RematSearch, candidates_for
 from jaxmem_callbacks.programs.targets.compile import compile_for_target
-from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.transforms.costs import jaxpr_flops
 from tests.said import Said
 from tests.target_step import keeps_remat, needs_compiler, shape
@@ -180,29 +178,6 @@ def test_both_go_on_where_each_has_less_of_one() -> None:
     assert search.full is search.found[lower]
     assert {each.segments for each in places[3:]} == {more, less}
     assert 6 < len(places) <= 8
-
-
-@pytest.mark.core
-def test_what_estimates_cannot_tell_from_the_blocks_is_asked_for_as_blocks_and_once() -> None:
-    def scanned(params: Any, opt_state: Any, batch: Any) -> Any:
-        def loss(params: Any, batch: Any) -> Any:
-            x, _ = jax.lax.scan(lambda x, p: (wide(x, p), None), batch["x"], params)
-            return jnp.square(x - batch["y"]).mean()
-
-        value, grads = jm.value_and_grad(loss)(params, batch)
-        updates, opt_state = OPTIMIZER.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, value
-
-    params = {name: shape(LAYERS, *sizes) for name, sizes in MLP.items()}
-    batch = {"x": shape(ROWS, WIDTH), "y": shape(ROWS, WIDTH)}
-    args = params, jax.eval_shape(OPTIMIZER.init, params), batch
-    none = Budget(bytes=None, limit_bytes=None, reason="no limit")
-    target = replace(resolve_target("cpu"), name="h100_sxm")  # whose compiler fuses
-    compiler = Compiler(Problem(train_step=scanned, args=args, kwargs={}, target=target, budget=none))
-    places, search = asked(compiler, {"blocks": 1000})
-    assert places[:2] == [jm.StepPolicy(), BLOCKS]
-    assert {each.segments for each in places[2:]} == {"blocks"}
-    assert search.full is search.found[BLOCKS]
 
 
 @pytest.mark.core

@@ -89,7 +89,8 @@ class BytesBracket:
     def next_places(self, needs: Mapping[int, int], between: tuple[int, int], most: int) -> list[int]:
         """The places to compile next: the last that fits by an upper bound of its needs, and the last that may by a lower bound.
 
-        Two compilers run at a time. Where both places are the same, the next one is compiled too. Of an odd number of compiles
+        Two compilers run at a time. Where both places are the same, the next one is compiled too; where the bounds contradict
+        each other, the middle of what is left is. Of an odd number of compiles
         the first is the one that may fit, alone: a measured need is worth more than any estimate. A single compile is in the
         middle. Where only the first place is known, the last two compiles begin with the one that fits by the upper bound,
         alone: its measured need corrects the estimate for the second.
@@ -110,12 +111,13 @@ class BytesBracket:
             may = min(self.knee, high - 1) if self.knee > low else high - 1
             if most % 2 and most > 1:
                 return [may]
-        may = max(may, sure)
         if low == 0 and high not in needs and most <= 2:  # noqa: PLR2004 - the last two
             return [sure]
         if most == 1:
-            return [(sure + may + 1) // 2]
-        return [sure, may] if may > sure else [place for place in (sure, sure + 1) if place < high]
+            return [(sure + max(may, sure) + 1) // 2]
+        if may < sure:  # the bounds contradict each other
+            may = max((sure + high) // 2, sure + 1)
+        return [place for place in (sure, max(may, sure + 1)) if place < high]
 
     def _last(self, needs: np.ndarray, between: tuple[int, int]) -> int:
         """The last place between both whose needs are within the room; at least the first."""

@@ -97,23 +97,8 @@ class RematSearch:
                 self._queue.results.note_obstacle(f"Remat was not tried: {error}")
             self._compile([self._plain] if plain else [])
             return False
-        with contextlib.suppress(PolicyError, LossRefusedError):  # nothing repeats
-            blocks = self._compiler.problem.lower_end(self._plain, "blocks")
-            if self._is_estimated_alike(blocks):  # as one would write it, then, and one compile for both
-                self._full, self._between = blocks, candidates_for(self._compiler, blocks)
         self._compile([self._plain, self._full] if plain else [self._full])
         return True
-
-    def _is_estimated_alike(self, policy: StepPolicy) -> bool:
-        """Whether estimates cannot tell another lower end from the library's own."""
-        worth = WORTH * self._compiler.plain.flops
-        ours, others = (_surveyed(self._compiler, each) for each in (self._full, policy))
-        return len(ours) == len(others) and all(
-            own[0].segments == other[0].segments
-            and abs(own[0].peak - other[0].peak) <= SAME * own[0].peak
-            and abs(own[0].work - other[0].work) <= worth
-            for own, other in zip(ours, others, strict=True)
-        )
 
     def compile_plain(self) -> None:
         """Compile the plain step and nothing else."""
