@@ -5,6 +5,7 @@
 Each row is one whole AdamW step: its bytes by the target's own compiler, its operations by count, what the compiler
 recomputes by itself, and the seconds it took. "ours" is what a plan compiles unasked; "ours as dots" is our step that keeps as
 much as it may without more operations than the policy `dots` by hand has. Of both, the least bytes at equal FLOPs are printed.
+"ours in dots" is what a plan chooses whose budget is the bytes of `dots` by hand.
 results/plan_bench_jax_<version>.json is written row by row; a run goes on where the last one stopped, and measures again only
 what was made with other versions or another source. A row for which nothing had to be compiled again, since all its programs are
 those of the row before, keeps the seconds that they took.
@@ -17,6 +18,7 @@ import concurrent.futures
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
 import statistics
 import threading
@@ -37,12 +39,13 @@ from jaxmem_callbacks.programs.targets.compile import compile_for_target
 from jaxmem_callbacks.programs.targets.compilers import compiler_versions
 from jaxmem_callbacks.programs.targets.target import resolve_target
 from jaxmem_callbacks.records.errors import CompileError, LossRefusedError, PlanError, PolicyError, TargetError
+from jaxmem_callbacks.records.plans import Candidate
 from jaxmem_callbacks.records.policies import StepPolicy
 from jaxmem_callbacks.transforms.costs import jaxpr_flops
 
 TARGETS = ("h100_sxm", "v5e", "cpu")  # one device each: for several, a plan also divides the state
 NONE, OURS = "none", "ours"
-MATCHED = f"{OURS} as "
+MATCHED, BUDGETED = f"{OURS} as ", f"{OURS} in "
 AT_ONCE = 2
 EQUAL = 1.001  # operations are called equal up to here
 _COMPILED = "compiled"  # whether anything was, for `kept_seconds` alone
@@ -65,10 +68,14 @@ class Table:
         """Whether a row was measured for exactly this model, target, policy, versions and source."""
         return any(all(row.get(name) == value for name, value in key.items()) for row in self.rows)
 
+    def at(self, model: str, target: str) -> dict[str, Row]:
+        """The rows of a model and target by their policies, whatever they were measured with."""
+        place = {"model": model, "target": target}
+        return {row["policy"]: row for row in self.rows if place.items() <= row.items()}
+
     def of(self, model: str, target: str, policy: str) -> Row:
-        """The row of a model, target and policy, whatever it was measured with; empty where there is none."""
-        place = {"model": model, "target": target, "policy": policy}
-        return next((row for row in self.rows if place.items() <= row.items()), {})
+        """The row of a model, target and policy; empty where there is none."""
+        return self.at(model, target).get(policy, {})
 
     def add(self, row: Row) -> None:
         """Put a row in the place of an older one and write the file, whole or not at all."""
@@ -135,21 +142,31 @@ def step_row(case: PlanCase, policy: str, target: str, timeout_s: float) -> Row:
 def plan_row(case: PlanCase, target: str) -> Row:
     """The frontier of `jm.plan` for the plain step: every candidate that it compiled."""
     plan = jm.plan(case.plain, *case.arguments, target=target, progress=False)
-    candidates = [
-        {
-            "remat": candidate.policy.remat,
-            "segments": candidate.policy.segments,
-            "keep": candidate.policy.keep,
-            "step_bytes": candidate.step_bytes,
-            "temp_bytes": candidate.temp_bytes,
-            "flops": candidate.flops,
-            "extra_flops": candidate.extra_flops,
-            "compiler_remat": candidate.compiler_remat,
-            "compile_seconds": candidate.seconds,
-        }
-        for candidate in plan.candidates
-    ]
+    candidates = [_candidate_row(candidate) for candidate in plan.candidates]
     return {"compiles": plan.compiles, "candidates": candidates, _COMPILED: plan.record.compiled}
+
+
+def budgeted_row(case: PlanCase, target: str, budget: int | None) -> Row:
+    """What `jm.plan` chooses for the plain step in so many bytes; None where the policy by hand was refused."""
+    if budget is None:
+        return {"error": "The policy by hand has no bytes to plan in."}
+    plan = jm.plan(case.plain, *case.arguments, target=target, budget=f"{budget}B", progress=False)
+    row = {"budget": budget, "compiles": plan.compiles, "fits": plan.chosen.fits, _COMPILED: plan.record.compiled}
+    return row | _candidate_row(plan.chosen)
+
+
+def _candidate_row(candidate: Candidate) -> Row:
+    return {
+        "remat": candidate.policy.remat,
+        "segments": candidate.policy.segments,
+        "keep": candidate.policy.keep,
+        "step_bytes": candidate.step_bytes,
+        "temp_bytes": candidate.temp_bytes,
+        "flops": candidate.flops,
+        "extra_flops": candidate.extra_flops,
+        "compiler_remat": candidate.compiler_remat,
+        "compile_seconds": candidate.seconds,
+    }
 
 
 def matched_row(
@@ -191,12 +208,14 @@ def matched_row(
     return row | {"segments": segments, "keep": policy.keep}
 
 
-def measured(case: PlanCase, policy: str, target: str, timeout_s: float, ours: Row) -> Row:
-    """One row's figures, or the error in its place; ``ours`` is the row of the plan, as far as there is one."""
+def measured(case: PlanCase, policy: str, target: str, timeout_s: float, here: Mapping[str, Row]) -> Row:
+    """One row's figures, or the error in its place; ``here`` are the rows of the same model and target, as far as there are."""
     begun = time.perf_counter()
     try:
-        if policy.startswith(MATCHED):
-            segments = planned_segments(ours)
+        if policy.startswith(BUDGETED):
+            row = budgeted_row(case, target, here[policy.removeprefix(BUDGETED)].get("step_bytes"))
+        elif policy.startswith(MATCHED):
+            segments = planned_segments(here.get(OURS, {}))
             row = {"segments": segments} | matched_row(case, policy.removeprefix(MATCHED), target, timeout_s, segments)
         else:
             row = plan_row(case, target) if policy == OURS else step_row(case, policy, target, timeout_s)
@@ -266,12 +285,24 @@ def at_equal_flops(here: Mapping[str, Row], hand: str, *, unasked: bool = False)
     return min(fitting) / theirs if fitting else None
 
 
+def in_its_bytes(here: Mapping[str, Row], hand: str) -> float | None:
+    """FLOPs of what a plan chose in the bytes of a policy by hand, over those of the hand.
+
+    Infinite where nothing fits, and None before it was asked for.
+    """
+    row = here.get(BUDGETED + hand, {"error": ""})
+    if "error" in row:
+        return None
+    return row["flops"] / here[hand]["flops"] if row["fits"] else math.inf
+
+
 def summed_up(rows: Sequence[Row]) -> Iterator[str]:
     """Over all policies by hand on each target: how near the frontier comes, and how far below at equal FLOPs."""
     for target in dict.fromkeys(row["target"] for row in rows):
         near: list[float] = []
         equal: list[float] = []
         alone: list[float] = []
+        asked: list[float] = []
         for model in dict.fromkeys(row["model"] for row in rows):
             here = {row["policy"]: row for row in rows if (row["model"], row["target"]) == (model, target)}
             hands = [policy for policy in here if policy != NONE and not policy.startswith(OURS)]
@@ -280,6 +311,7 @@ def summed_up(rows: Sequence[Row]) -> Iterator[str]:
             near += [max(closest(candidates, here[policy])) for policy in compared if candidates]
             equal += [ratio for policy in compared if (ratio := at_equal_flops(here, policy)) is not None]
             alone += [ratio for policy in compared if (ratio := at_equal_flops(here, policy, unasked=True)) is not None]
+            asked += [ratio for policy in compared if (ratio := in_its_bytes(here, policy)) is not None]
         if near:
             yield f"{target}: {len(near)} policies by hand; the frontier's nearest point is within {max(near):.3f} of each"
         if equal:
@@ -288,30 +320,37 @@ def summed_up(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{target}: at equal FLOPs {mean:.3f} of their bytes (geometric mean of {len(equal)}), {below} below 1"
             if alone:
                 yield f"{target}: the frontier alone {statistics.geometric_mean(alone):.3f} (of {len(alone)})"
+        if asked:
+            fitting = [ratio for ratio in asked if math.isfinite(ratio)]
+            fit = f"{len(fitting)} of {len(asked)} plans fit"
+            yield f"{target}: in their bytes {fit}, with at most {max(fitting, default=0):.3f} of their FLOPs"
 
 
-def wanted(options: argparse.Namespace, table: Table, *, matched: bool) -> list[tuple[str, str, str]]:
+def wanted(options: argparse.Namespace, table: Table, *, compared: bool) -> list[tuple[str, str, str]]:
     """Model, target and policy of the rows still to be measured.
 
     Args:
         options: What was asked for. A target without its compiler is left out.
         table: What was measured.
-        matched: Those that are matched to a policy by hand alone; else all others, whose plans these are cut as.
+        compared: Those that rest on the rows of a policy by hand and of the plan; else these.
     """
     jobs: list[tuple[str, str, str]] = []
     for target in options.targets:
         for model in options.models:
             hand = FAMILIES[model]().hand
-            rows = [MATCHED + policy for policy in hand] if matched else [NONE, *hand, OURS]
+            rows = (
+                [kind + policy for kind in (MATCHED, BUDGETED) for policy in hand] if compared else [NONE, *hand, OURS]
+            )
             chosen = [policy for policy in rows if not options.policies or policy in options.policies]
             jobs += [(model, target, policy) for policy in chosen if not is_measured(table, model, target, policy)]
     return jobs
 
 
 def is_measured(table: Table, model: str, target: str, policy: str) -> bool:
-    """Whether a row is there as it would be made now; of one that is matched, with as many segments as the plan has now."""
-    row = table.of(model, target, policy)
-    return table.has(row_key(model, target, policy)) and not is_cut_otherwise(row, table.rows)
+    """Whether a row is there as it would be made now: with as many segments as the plan, in as many bytes as by hand."""
+    row, hand = table.of(model, target, policy), table.of(model, target, policy.removeprefix(BUDGETED))
+    in_budget = row.get("budget", hand.get("step_bytes")) == hand.get("step_bytes")
+    return table.has(row_key(model, target, policy)) and in_budget and not is_cut_otherwise(row, table.rows)
 
 
 def installed(targets: Sequence[str]) -> list[str]:
@@ -343,17 +382,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model, target, policy = job
         if time.monotonic() > end:
             return False
-        ours, before = table.of(model, target, OURS), table.of(*job)
-        row = measured(FAMILIES[model](), policy, target, options.timeout_seconds, ours)
-        row = kept_seconds(row, before) | row_key(*job)
+        here = table.at(model, target)
+        row = measured(FAMILIES[model](), policy, target, options.timeout_seconds, here)
+        row = kept_seconds(row, here.get(policy, {})) | row_key(*job)
         table.add(row)
         print(f"{model} {target} {policy}: {row['seconds']} s", flush=True)
         return True
 
     done: list[bool] = []
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        for matched in (False, True):
-            done += pool.map(work, wanted(options, table, matched=matched))
+        for compared in (False, True):
+            done += pool.map(work, wanted(options, table, compared=compared))
     here = [row for row in table.rows if row["target"] in options.targets]
     fresh = [row for row in here if not stale(row) and not is_cut_otherwise(row, here)]
     print(*printed_rows(fresh), *summed_up(fresh), sep="\n")

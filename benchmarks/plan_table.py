@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from benchmarks.plan_bench import MATCHED, NONE, OURS
+from benchmarks.plan_bench import NONE, OURS
 from benchmarks.sources import RESULTS
 
 Row = Mapping[str, Any]
@@ -58,7 +58,7 @@ def _steps(here: Mapping[str, Row]) -> Iterator[tuple[str, Row, Row]]:
     plain = here[NONE]
     if plain.get("step_bytes"):
         yield "none", plain, plain
-    hands = [row for name, row in here.items() if name not in (NONE, OURS) and not name.startswith(MATCHED)]
+    hands = [row for name, row in here.items() if name != NONE and not name.startswith(OURS)]
     best = min((row for row in hands if row.get("step_bytes")), key=lambda row: row["step_bytes"], default=None)
     if best is None:
         return

@@ -149,13 +149,13 @@ def _code_of(root: Path, files: tuple[tuple[Path, int], ...]) -> Code:
 def row_hashes(model: str, policy: str, *, root: Path = ROOT) -> dict[str, str]:
     """What a row of plan_bench rests on: its model's file and those beside it that this imports; of ours, the library too.
 
-    A plan rests on how policies are searched, "ours as" a policy by hand only on what makes the step of a given one.
+    A plan rests on how policies are searched; "ours as" a policy by hand only on what makes the step of a given one.
     """
     code = _code(root)
     own = code.reached([_file_of(root, model)])
     hashes = {"source": code_hash(own, [each for each in own if each.module.startswith("benchmarks.plan_models.")])}
     if policy.startswith("ours"):
-        reached = code.reached([root / (SEARCHED if policy == "ours" else GIVEN)])
+        reached = code.reached([root / (GIVEN if policy.startswith("ours as") else SEARCHED)])
         hashes["library"] = code_hash(reached, [each for each in reached if _is_in(each, PLANNING_ROOMS)])
     return hashes
 

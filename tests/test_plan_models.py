@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -13,12 +14,16 @@ import pytest
 
 from benchmarks.plan_bench import (
     Table,
+    budgeted_row,
     closest,
+    in_its_bytes,
+    is_measured,
     kept_seconds,
     matched_row,
     printed_rows,
     row_key,
     stale,
+    step_row,
     summed_up,
 )
 from benchmarks.plan_models import FAMILIES, PlanCase
@@ -264,6 +269,28 @@ def test_ours_as_a_policy_by_hand_has_no_more_operations() -> None:
     assert 0.9 * by_hand < row["flops"] <= by_hand
     as_plain = dataclasses.replace(case, hand={"none": case.plain})
     assert matched_row(as_plain, "none", "cpu", 300)["error"].startswith("No cut has as few operations as none")
+
+
+def test_a_plan_in_the_bytes_of_a_policy_by_hand_is_a_row_of_its_own(tmp_path) -> None:
+    case = tiny("mixer")
+    hand = step_row(case, "full", "cpu", 300)
+    row = budgeted_row(case, "cpu", hand["step_bytes"])
+    assert row["fits"]
+    assert row["step_bytes"] <= row["budget"] == hand["step_bytes"]
+    here = {"full": hand, "ours in full": row}
+    assert in_its_bytes(here, "full") == row["flops"] / hand["flops"]
+    assert in_its_bytes({**here, "ours in full": {**row, "fits": False}}, "full") == math.inf
+    assert in_its_bytes({"full": hand}, "full") is None, "before it was asked for"
+    assert in_its_bytes({**here, "ours in full": budgeted_row(case, "cpu", None)}, "full") is None
+    table = Table(tmp_path / "rows.json")
+    for name, figures in here.items():
+        table.add(row_key("mixer", "cpu", name) | figures | {"seconds": 1.0})
+    assert is_measured(table, "mixer", "cpu", "ours in full")
+    assert list(summed_up(table.rows)) == [
+        f"cpu: in their bytes 1 of 1 plans fit, with at most {row['flops'] / hand['flops']:.3f} of their FLOPs"
+    ]
+    table.add({**table.of("mixer", "cpu", "full"), "step_bytes": hand["step_bytes"] + 1})
+    assert not is_measured(table, "mixer", "cpu", "ours in full"), "to be measured again, in other bytes"
 
 
 def test_rows_already_measured_are_kept_until_source_or_versions_change(tmp_path) -> None:
