@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from jaxmem_callbacks.probes.protocol import ScriptedProbe as ScriptedProbe
     from jaxmem_callbacks.programs.memory import StepMemory as StepMemory
     from jaxmem_callbacks.programs.memory import step_memory as step_memory
-    from jaxmem_callbacks.programs.steps.place_state import place_state as place_state
     from jaxmem_callbacks.programs.steps.step import jit_step as jit_step
+    from jaxmem_callbacks.programs.steps.step import place_state as place_state
     from jaxmem_callbacks.records.errors import ComparisonError as ComparisonError
     from jaxmem_callbacks.records.errors import CompileError as CompileError
     from jaxmem_callbacks.records.errors import CompileTimeoutError as CompileTimeoutError
@@ -111,7 +111,7 @@ _EXPORTS: dict[str, tuple[str, str | None]] = {
     "nnx": ("integrations.flax_nnx", None),
     "oom_guard": ("recovery.guard", "oom_guard"),
     "parse_oom": ("recovery.texts.parsing", "parse_oom"),
-    "place_state": ("programs.steps.place_state", "place_state"),
+    "place_state": ("programs.steps.step", "place_state"),
     "plan": ("api.plan", "plan"),
     "prefetch": ("transforms.prefetch", "prefetch"),
     "remat": ("transforms.remat", "remat"),

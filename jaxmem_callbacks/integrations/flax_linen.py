@@ -1,7 +1,8 @@
 """Flax Linen: remat by module path, without editing the model.
 
 `jm.linen` is this module. Calls of the modules that a pattern means are intercepted while ``apply`` is traced, and run
-under `nn.remat`; parameters, their paths and random streams are those of the plain model.
+under `nn.remat`; parameters, their paths and random streams are those of the plain model. The axis names in Linen's metadata
+boxes (``nn.Partitioned``, ``nn.LogicallyPartitioned``) are read here too (`transforms.frameworks.Annotator`).
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 from flax import linen as nn
+from flax.core import meta
+from flax.core.spmd import get_logical_axis_rules
 
 from jaxmem_callbacks.integrations.module_remat import (
     CallSplitter,
@@ -27,6 +30,7 @@ from jaxmem_callbacks.integrations.module_remat import (
 )
 from jaxmem_callbacks.records.errors import PatternError
 from jaxmem_callbacks.transforms.checkpoints import named_policy
+from jaxmem_callbacks.transforms.frameworks import Annotation, rule_pairs
 
 __all__ = ["remat"]
 
@@ -135,3 +139,16 @@ def _checkpointed(keep: Callable[..., Any] | None, function: Callable[..., Any])
             return function(module, traced)
 
     return nn.remat(rematerialised, policy=keep)
+
+
+def is_annotated(node: Any) -> bool:
+    """Whether a node is a box of Flax Linen."""
+    return isinstance(node, meta.AxisMetadata)
+
+
+def annotation(node: Any) -> Annotation | None:
+    """The box's names: those that ``nn.with_partitioning`` or ``nn.with_logical_partitioning`` gave and nn.scan extended."""
+    if not isinstance(node, meta.Partitioned):
+        return None  # another kind of metadata, such as of weight norms: nothing about sharding
+    own = getattr(node, "rules", None) or ()
+    return Annotation(names=tuple(node.names), rules=rule_pairs((*own, *get_logical_axis_rules())))

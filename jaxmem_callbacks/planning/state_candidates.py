@@ -12,8 +12,8 @@ from jaxmem_callbacks.planning.choice import bytes_or_inf, chosen, cost
 from jaxmem_callbacks.planning.compiles import CompileQueue, Compiler, Entry
 from jaxmem_callbacks.planning.problem import ParsedRequest, Problem
 from jaxmem_callbacks.planning.step_time import host_bytes
-from jaxmem_callbacks.programs.steps.place_state import place_state
 from jaxmem_callbacks.programs.steps.program import flags_now
+from jaxmem_callbacks.programs.steps.step import place_state
 from jaxmem_callbacks.records.errors import PolicyError
 from jaxmem_callbacks.records.policies import CompilerOptions, StepPolicy, jax_line, platform_word
 from jaxmem_callbacks.records.units import format_bytes

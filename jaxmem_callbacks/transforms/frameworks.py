@@ -121,8 +121,8 @@ class Checkpoints(Protocol):
 _KNOWN = (("flax.nnx", "jaxmem_callbacks.integrations.flax_nnx"),)
 # Root module of what wraps annotated arrays -> the file that reads the annotation.
 _ANNOTATORS = (
-    ("flax.nnx.variablelib", "jaxmem_callbacks.integrations.nnx_axes"),
-    ("flax.core.meta", "jaxmem_callbacks.integrations.linen_axes"),
+    ("flax.nnx.variablelib", "jaxmem_callbacks.integrations.flax_nnx"),
+    ("flax.core.meta", "jaxmem_callbacks.integrations.flax_linen"),
 )
 
 _CHECKPOINTS = "jaxmem_callbacks.integrations.orbax"

@@ -1,7 +1,8 @@
 """`jm.jit_step`: a train step, jitted under a policy, with its donation decided, proved and watched.
 
 At the first call of a new signature the step is lowered, compiled and inspected once, written to the registry and run with that
-same compile. Every other call is the jitted function's own, inside the policy's context.
+same compile. Every other call is the jitted function's own, inside the policy's context. `jm.place_state` lays the optimizer's
+state of a step into host memory before the loop.
 """
 
 from __future__ import annotations
@@ -664,3 +665,31 @@ class JitStep(Generic[_Arguments, _Results]):
                 registry.record(Compilation(program=self.name, time_s=time.time(), signature=(), unavailable=unknown))
                 return
             self._refuse_or_warn(program, executed=True)
+
+
+def place_state(train_step: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """The arguments of a step, the optimizer's state among them moved into host memory.
+
+        step = jm.jit_step(train_step, jm.StepPolicy(state_offload="optimizer"))
+        params, opt_state, batch = jm.place_state(step, params, opt_state, batch)
+
+    What is optimizer state is found by what the step does with its arguments. The step keeps it there: call this once, before
+    the loop, and after a checkpoint was restored into device memory.
+
+    Args:
+        train_step: The step, as it was written or as `jm.jit_step` made it.
+        *args: The arguments of a call of it, arrays or `jax.ShapeDtypeStruct`; nothing is run.
+        **kwargs: Likewise.
+
+    Returns:
+        The arguments in order, then those by keyword, in the order of their names. What is not moved is the same object.
+
+    Raises:
+        PolicyError: the step returns no optimizer state updated, or it is inside a framework's object.
+        TypeError: no function.
+    """
+    require_function(train_step, "jm.place_state")
+    given = train_step if isinstance(train_step, JitStep) else JitStep(train_step, StepPolicy())
+    policy = replace(given.policy, state_offload="optimizer")
+    step = given.under(policy, None, None, gradients=given.gradients)
+    return tuple(step.placed(args, kwargs).values())
