@@ -25,6 +25,8 @@ GIVEN: dict[str, dict[str, tuple[tuple[float, ...], str]]] = {
     "planning/chunk_candidates.py": {"MOST_CHUNKS": ((6,), PROMISED)},
     "planning/compiles.py": {
         "(MOST_OF_REMAT, MOST)": ((8, 16), PROMISED),
+        "SHARE_DIGITS": ((5,), SHOWN),
+        "_LEAST_SHARE": ((10,), "the decimal system"),
         "_SHOWN": ((4,), SHOWN),
         "_POLL_S": ((0.25,), WAITED),
     },
@@ -41,7 +43,6 @@ GIVEN: dict[str, dict[str, tuple[tuple[float, ...], str]]] = {
         "share_for": ((100, 100), PERCENT),
     },
     "planning/search.py": {
-        "_DIGITS": ((5,), SHOWN),
         "MOST_POLICIES": ((4,), "how many policies a function returns"),
         "_offer": ((10, 10), "the decimal system"),
     },

@@ -222,15 +222,20 @@ def towers(params: Any, opt_state: Any, batch: Any) -> Any:
     return optax.apply_updates(params, updates), opt_state, value
 
 
+def towers_compiler(budget: int | None, step: Any = towers, *leading: int) -> Compiler:
+    widths = [[WIDTH, 512, 384, 640, 4], [WIDTH, 448, 576, 320, 1]]
+    params = [[shape(*sizes) for sizes in itertools.pairwise(each)] for each in widths]
+    batch = {"x": shape(*leading, ROWS, WIDTH), "y": shape(*leading, ROWS)}
+    given = Budget(bytes=budget, limit_bytes=budget, reason="asked for")
+    args = params, jax.eval_shape(OPTIMIZER.init, params), batch
+    return Compiler(Problem(train_step=step, args=args, kwargs={}, target=None, budget=given))
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("budget", [None, 800], ids=["frontier", "budget"])
 def test_where_remat_hardly_helps_other_cuts_are_asked_for_that_keep_least_and_most(budget: int | None) -> None:
     """What is computed again may take as much as what was kept: then the step that keeps most takes least."""
-    widths = [[WIDTH, 512, 384, 640, 4], [WIDTH, 448, 576, 320, 1]]
-    params = [[shape(*sizes) for sizes in itertools.pairwise(each)] for each in widths]
-    args = params, jax.eval_shape(OPTIMIZER.init, params), {"x": shape(ROWS, WIDTH), "y": shape(ROWS)}
-    given = Budget(bytes=budget, limit_bytes=budget, reason="asked for")
-    compiler = Compiler(Problem(train_step=towers, args=args, kwargs={}, target=None, budget=given))
+    compiler = towers_compiler(budget)
 
     def bytes_of(policy: jm.StepPolicy) -> int:
         return 1000 if policy.remat == "none" else 1070 if policy.segments is None else 950 - int(200 * policy.keep)
@@ -242,6 +247,57 @@ def test_where_remat_hardly_helps_other_cuts_are_asked_for_that_keep_least_and_m
     assert [each.keep for each in others[:2]] == [0.0, 1.0]
     assert all(each.segments == others[0].segments for each in others)
     assert min(search.found.values(), key=lambda each: each.step_bytes or 0).step_bytes == 750
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("kept_share", [0.4, 0.6, 0.8])
+def test_between_two_peaks_the_offer_of_least_bytes_is_found(kept_share: float) -> None:
+    """What is kept makes the one, from this share on; what is computed again makes the other."""
+    compiler = towers_compiler(None)
+    found: dict[Any, dict[float, int]] = {}
+
+    def bytes_of(policy: jm.StepPolicy) -> int:
+        plain = 10 * most
+        if policy.remat == "none" or policy.segments in (None, "blocks"):
+            return plain
+        if policy.segments not in found:
+            lower = jm.StepPolicy(remat="full", segments=policy.segments)
+            found[policy.segments] = {each.policy.keep: each.bytes for each in candidates_for(compiler, lower)}
+        beyond = found[policy.segments][policy.keep] - kept_share * max(found[policy.segments].values())
+        return plain - most + int(beyond if beyond > 0 else -2 * beyond)
+
+    most = max(each.bytes for each in candidates_for(compiler, FULL))
+    queue = Said(bytes_of)
+    queue.remaining = 8
+    search = RematSearch(compiler, queue)
+    search.run(frontier=True)
+    ((segments, kept),) = found.items()
+    each_needs = {keep: bytes_of(jm.StepPolicy(remat="full", segments=segments, keep=keep)) for keep in kept}
+    assert min(found.step_bytes or 0 for found in search.found.values()) <= min(each_needs.values()) + 0.1 * most
+    assert each_needs[0.0] > min(each_needs.values()) + 0.3 * most
+
+
+def scanned(params: Any, opt_state: Any, batches: Any) -> Any:
+    """Steps of `towers`, one for each batch."""
+
+    def learn(carry: Any, batch: Any) -> Any:
+        params, opt_state, value = towers(*carry, batch)
+        return (params, opt_state), value
+
+    (params, opt_state), values = jax.lax.scan(learn, (params, opt_state), batches)
+    return params, opt_state, values.mean()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("policy", [FULL, jm.StepPolicy(remat="full", assume_fusion=False, microbatches=2)])
+@pytest.mark.parametrize(("step", "leading"), [(towers, ()), (scanned, (16,))])
+def test_an_offer_counts_what_it_computes_again_in_the_whole_step(policy: Any, step: Any, leading: Any) -> None:
+    """A scan takes the gradient of a loss as often as it turns, and so do microbatches."""
+    compiler = towers_compiler(None, step, *leading)
+    offered = candidates_for(compiler, policy)
+    for offer in (offered[1], offered[len(offered) // 2]):
+        again = compiler.facts(offer.policy).flops - compiler.plain.flops
+        assert offer.flops == pytest.approx(again, rel=0.05)
 
 
 @pytest.mark.core

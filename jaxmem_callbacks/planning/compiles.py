@@ -49,6 +49,9 @@ from jaxmem_callbacks.records.policies import OwnCheckpoint, StepPolicy, policy_
 from jaxmem_callbacks.records.programs import ProgramMemory
 from jaxmem_callbacks.transforms.costs import count_flops
 
+#: Of a share (`StepPolicy.keep`), as people write it.
+SHARE_DIGITS = 5
+_LEAST_SHARE = 10**-SHARE_DIGITS
 _COUNTED_ONCE = (
     "The step has while loops, and a trace does not show how often they run: operations and modelled time count their bodies "
     "once. A jax.lax.scan or fori_loop with fixed bounds is counted as often as it runs."
@@ -123,8 +126,25 @@ class Compiler:
         known = [each for each in (self.plain, self._last) if each.step.policy == policy]
         if known and not survey:
             return known[0]
-        self._last = self._traced(self.problem.step(policy, survey=survey))
+        self._last = found = self._traced(self.problem.step(policy, survey=survey))
+        once = sum(curve[0].flops for curve in found.shares)
+        if survey and once and round((found.flops - self.plain.flops) / once) > 1:
+            self._last = replace(found, shares=self._of_all_calls(found))
         return self._last
+
+    def _of_all_calls(self, found: Facts) -> tuple[tuple[FrontierPoint, ...], ...]:
+        """What losses could keep, with the operations of every time that the step takes their gradients, such as in a scan.
+
+        A loss does not know how often that is, but the step's trace counts its operations as often. It is traced with the least
+        share, since what keeps nothing may be cut elsewhere. Of several losses all are taken to be differentiated as often.
+        """
+        again = self._traced(self.problem.step(replace(found.step.policy, keep=_LEAST_SHARE))).flops - self.plain.flops
+        once = sum([point for point in curve if point.share <= _LEAST_SHARE][-1].flops for curve in found.shares)
+        times = max(round(again / once), 1) if once else 1
+        return tuple(
+            tuple(replace(point, flops=times * point.flops, work=times * point.work) for point in curve)
+            for curve in found.shares
+        )
 
     def _traced(self, step: JitStep) -> Facts:
         problem = self.problem

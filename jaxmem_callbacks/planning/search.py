@@ -8,6 +8,7 @@ for: `candidates_for` makes the list.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 
 from jaxmem_callbacks.planning.bisect import BytesBracket, closer
 from jaxmem_callbacks.planning.choice import bytes_or_inf
-from jaxmem_callbacks.planning.compiles import CompileQueue, Compiler
+from jaxmem_callbacks.planning.compiles import SHARE_DIGITS, CompileQueue, Compiler
 from jaxmem_callbacks.records.errors import LossRefusedError, PolicyError
 from jaxmem_callbacks.records.plans import Candidate, FrontierPoint
 from jaxmem_callbacks.records.policies import OFFLOAD_CUTS, OFFLOAD_KEPT, StepPolicy
@@ -28,7 +29,6 @@ from jaxmem_callbacks.transforms.costs import ALIKE, MARGIN, NOTABLE, SAME, WORT
 _NEAR = 1.3
 # Compiles at a time, as many as compilers run.
 _AT_ONCE = 2
-_DIGITS = 5  # of a share, as people write it
 # Of n segments that hold as much as is stored at their cuts, one more changes the peak by 1 / (2 n (n + 1)) of it. Of more than
 # this that is less than what estimates resolve.
 _FEW = round(1 / math.sqrt(2 * SAME))
@@ -131,7 +131,7 @@ class RematSearch:
 
         Args:
             policy: The lower end.
-            both_ends: Compile the one that keeps most too.
+            both_ends: Compile the one that keeps most too; the lower end is then the one between them that needs least.
 
         Raises:
             PolicyError, LossRefusedError: the loss cannot be cut so.
@@ -140,6 +140,9 @@ class RematSearch:
         if not self._is_another(policy):
             return
         self._compile([policy, offered[-1].policy] if both_ends else [policy])
+        if both_ends:
+            offered = self._from_the_least(offered)
+            policy = offered[0].policy
         own, asked = self.full, self.found.get(policy)
         if asked is None or (own is not None and _is_no_worse(own, asked)):
             return
@@ -151,6 +154,36 @@ class RematSearch:
             self._between = unbeaten([*self._between, *_above(offered, above)])
         else:
             self._full, self._between = policy, unbeaten([*offered, *_above(self._between, -above)])
+
+    def _from_the_least(self, offered: list[CandidatePolicy]) -> list[CandidatePolicy]:
+        """The offers from the one that needs least bytes on, where the last needs no more than the first, both compiled.
+
+        There are two peaks then: one of what is kept, and one of what is computed again. A byte kept more adds a byte to the
+        first and takes at most one from the second. So the least is sought where both are as high, between an offer of each;
+        two are compiled at a time, and what they need brings both nearer.
+        """
+        some = sparse(offered, WORTH * self._compiler.plain.flops)
+        kept = [offer.bytes / self._compiler.problem.workers for offer in some]
+        low, high, least = 0, len(some) - 1, math.inf
+        needs = {place: need for place in (low, high) if (need := self._measured(some[place])) is not None}
+        if not {low, high} <= needs.keys() or needs[high] > needs[low]:
+            return offered
+        while high - low > 1 and self._queue.remaining and min(needs.values()) < (1 - SAME) * least:
+            least = min(needs.values())
+            even = (kept[low] + kept[high] + needs[low] - needs[high]) / 2
+            below = min(max(bisect.bisect_right(kept, even) - 1, low + 1), high - 1)
+            places = [place for place in (below, below + 1) if place < high][: self._queue.remaining]
+            self._compile([some[place].policy for place in places])
+            for place in reversed(places):
+                if (need := self._measured(some[place])) is None:
+                    break
+                needs[place] = need
+                if needs[high] - need < (kept[high] - kept[place]) / 2:  # it does not fall with what is kept
+                    low = place
+                    break
+                high = place
+        first = some[min(needs, key=needs.__getitem__)]
+        return [replace(offer, bytes=offer.bytes - first.bytes) for offer in offered[offered.index(first) :]]
 
     def _look_at_other_numbers(self) -> None:
         """Of a loss in which nothing repeats, offer what other numbers of segments are estimated to need."""
@@ -277,7 +310,7 @@ class RematSearch:
 
     @property
     def _twice(self) -> StepPolicy:
-        return replace(self._full, levels=2)
+        return replace(self._full, keep=0.0, levels=2)
 
     def _try_two_levels(self) -> None:
         """Two levels of checkpoints, where one level makes another program."""
@@ -437,7 +470,7 @@ def _bytes_at(own: Sequence[FrontierPoint], peak: int) -> int:
 
 def _offer(policy: StepPolicy, share: FrontierPoint, bytes_: int) -> CandidatePolicy:
     """A share as people can write it: rounded up, so that nothing of it is left out."""
-    keep = min(math.ceil(share.share * 10**_DIGITS) / 10**_DIGITS, 1.0)
+    keep = min(math.ceil(share.share * 10**SHARE_DIGITS) / 10**SHARE_DIGITS, 1.0)
     return CandidatePolicy(replace(policy, keep=keep), bytes_, share.flops, share.work)
 
 
