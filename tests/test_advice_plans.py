@@ -173,7 +173,8 @@ def test_the_lines_to_train_are_pasted_as_printed(
     plain = losses(script, capsys)
     assert len(plain) in (2, 4)
     script.write_text(edited(script, printed))
-    assert losses(script, capsys) == pytest.approx(plain, rel=1e-6), "the same training"
+    # Float32, in which another order of the same sums differs, and every update adds to that.
+    assert losses(script, capsys) == pytest.approx(plain, rel=1e-5), "the same training"
     assert main(["inspect", str(script), "--json"]) == 0
     after = json.loads(capsys.readouterr().out)["account"]["judged"]["one step"]
     (planned,) = re.findall(r"^ *-> .*?([\d.]+) MiB", printed, re.MULTILINE)
