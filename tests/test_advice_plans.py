@@ -82,7 +82,7 @@ SCRIPTS = {
 
             def update(self, w, batch):
                 gradients, value = jax.grad(lambda *given: 2 * (loss(*given),), has_aux=True)(w, batch)
-                return jax.tree.map(lambda p, g: p - 0.1 * g, w, gradients), value
+                return jax.tree.map(lambda p, g: p - 0.01 * g, w, gradients), value
 
             def run(self, w):
                 for _ in range(2):
@@ -95,7 +95,7 @@ SCRIPTS = {
     "passed on": """
         def update(w, batch):
             value, gradients = jax.value_and_grad(loss)(w, batch)
-            return jax.tree.map(lambda p, g: p - 0.1 * g, w, gradients), value
+            return jax.tree.map(lambda p, g: p - 0.01 * g, w, gradients), value
 
         def epoch(step, w):
             for _ in range(2):
@@ -112,7 +112,7 @@ SCRIPTS = {
 
         def train_step(w, batch):
             value, gradients = jm.value_and_grad(loss)(w, batch)
-            return jax.tree.map(lambda p, g: p - 0.1 * g, w, gradients), value
+            return jax.tree.map(lambda p, g: p - 0.01 * g, w, gradients), value
 
         step = jm.jit_step(train_step, donate_argnames=("w",))
         for _ in range(2):
@@ -173,8 +173,7 @@ def test_the_lines_to_train_are_pasted_as_printed(
     plain = losses(script, capsys)
     assert len(plain) in (2, 4)
     script.write_text(edited(script, printed))
-    # Float32, in which another order of the same sums differs, and every update adds to that.
-    assert losses(script, capsys) == pytest.approx(plain, rel=1e-5), "the same training"
+    assert losses(script, capsys) == pytest.approx(plain, rel=1e-6), "the same training"
     assert main(["inspect", str(script), "--json"]) == 0
     after = json.loads(capsys.readouterr().out)["account"]["judged"]["one step"]
     (planned,) = re.findall(r"^ *-> .*?([\d.]+) MiB", printed, re.MULTILINE)
