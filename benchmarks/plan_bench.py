@@ -213,7 +213,7 @@ def measured(case: PlanCase, policy: str, target: str, timeout_s: float, here: M
     begun = time.perf_counter()
     try:
         if policy.startswith(BUDGETED):
-            row = budgeted_row(case, target, here[policy.removeprefix(BUDGETED)].get("step_bytes"))
+            row = budgeted_row(case, target, here.get(policy.removeprefix(BUDGETED), {}).get("step_bytes"))
         elif policy.startswith(MATCHED):
             segments = planned_segments(here.get(OURS, {}))
             row = {"segments": segments} | matched_row(case, policy.removeprefix(MATCHED), target, timeout_s, segments)

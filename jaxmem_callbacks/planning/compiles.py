@@ -69,7 +69,7 @@ class Facts:
         modelled_s: Modelled seconds on the target, or None where its speed is unknown.
         operations: Identifies them, with shapes and dtypes.
         arguments: What each array argument that is used holds, in order.
-        shares: What each loss could keep besides its cuts; empty where nothing is cut.
+        shares: What each loss could keep besides its cuts; empty where nothing is cut. Their operations are of the whole step.
         unchecked: Whether a loss without an explicit weight is accumulated, and was not compared yet.
     """
 
@@ -103,6 +103,8 @@ class Compiler:
         self.schedules: dict[
             StepPolicy, str
         ] = {}  # policy -> what of a state on the host its step has on the device at once
+        # Microbatches and number of losses -> how often the step takes their gradients.
+        self._calls: dict[tuple[int, int], int] = {}
         self._waits: dict[StepPolicy, float] = {}  # policy -> modelled seconds that its step waits for collectives
         self.unchecked = False  # whether any candidate accumulates a loss that was not compared with its whole batch
 
@@ -136,11 +138,15 @@ class Compiler:
         """What losses could keep, with the operations of every time that the step takes their gradients, such as in a scan.
 
         A loss does not know how often that is, but the step's trace counts its operations as often. It is traced with the least
-        share, since what keeps nothing may be cut elsewhere. Of several losses all are taken to be differentiated as often.
+        share, since what keeps nothing may be cut elsewhere. Of several losses all are taken to be differentiated as often. It is
+        the same however the losses are cut, so one such trace is enough.
         """
-        again = self._traced(self.problem.step(replace(found.step.policy, keep=_LEAST_SHARE))).flops - self.plain.flops
-        once = sum([point for point in curve if point.share <= _LEAST_SHARE][-1].flops for curve in found.shares)
-        times = max(round(again / once), 1) if once else 1
+        kind = found.step.policy.microbatches, len(found.shares)
+        if kind not in self._calls:
+            least = self._traced(self.problem.step(replace(found.step.policy, keep=_LEAST_SHARE)))
+            once = sum([point for point in curve if point.share <= _LEAST_SHARE][-1].flops for curve in found.shares)
+            self._calls[kind] = max(round((least.flops - self.plain.flops) / once), 1) if once else 1
+        times = self._calls[kind]
         return tuple(
             tuple(replace(point, flops=times * point.flops, work=times * point.work) for point in curve)
             for curve in found.shares

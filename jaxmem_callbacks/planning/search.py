@@ -62,7 +62,7 @@ class RematSearch:
 
     @property
     def full(self) -> Candidate | None:
-        """The step that keeps only what is alive at its cuts, once it is compiled."""
+        """The step that needs fewest bytes of those between which is searched, once it is compiled: it keeps its cuts, mostly."""
         return self.found.get(self._full)
 
     @property
@@ -371,7 +371,7 @@ class CandidatePolicy:
 
     Attributes:
         policy: What to ask for.
-        bytes: Modelled, above what the policy that keeps only its cuts needs.
+        bytes: Modelled, above what the first offer needs.
         flops: Operations computed again.
         work: These with what is moved again; see `transforms/costs.py`.
     """
